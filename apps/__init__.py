@@ -1,0 +1,1 @@
+"""What a person types or sees: command line, demo, server, and the recipe of the pocket world."""

@@ -1,0 +1,255 @@
+"""Train the pocket world's transformer on encoded walks.
+
+    python -m streamgen.apps.pocket.train --data pocket-data --minutes 120
+
+Teacher forcing (`forcing.py`) on clips as long as the window, in three disguises of the context so
+that the model survives its own errors: clean; noised a little, with the noise level told; or the
+model's own guesses in place of some chunks. The first frame of half the clips comes from far back
+in the walk, as a sink does. Weights train in bfloat16 under a float32 master copy; matrices of the
+blocks with Muon, the rest with AdamW; an exponential average is what ships.
+
+The schedule counts minutes of training, not steps, so that a slow machine ends in time; a stopped
+run resumes from its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from streamgen.apps.pocket.data import Clip, Clips
+from streamgen.apps.pocket.forcing import PromptPerFrame, TwoStreams
+from streamgen.apps.pocket.prompts import MAX_WORDS, VOCABULARY
+from streamgen.models.rope import rotation
+from streamgen.models.text import WordEncoder
+from streamgen.models.wan import WanConfig, WanModel
+
+CONFIG = WanConfig(
+    dim=256,
+    ffn_dim=1024,
+    num_heads=4,
+    num_layers=6,
+    in_channels=8,
+    out_channels=8,
+    patch_size=(1, 3, 2),
+    text_dim=64,
+    text_len=MAX_WORDS,
+    freq_dim=128,
+    action_dim=6,
+    spatial_tokens=32,
+    prediction="sample",
+)
+LATENT_HW = (12, 16)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What can be turned. Rates are for the bf16 weights' float32 master copy."""
+
+    batch: int = 6
+    frames: int = 16
+    chunk: int = 2
+    rate: float = 2e-3
+    warmup_steps: int = 100
+    ema: float = 0.998
+    noisy_context: float = 0.5  # chance that a clip's context is noised
+    context_noise: float = 0.3  # highest noise level of a context
+    own_context: float = 0.4  # chance that a step's context holds the model's own guesses ...
+    own_share: float = 0.35  # ... and then the share of chunks they replace
+    own_after: float = 0.25  # ... once this share of the time has passed
+    no_prompt: float = 0.05
+    recached: float = 0.5  # chance that the chunk before a switch is stored under the new prompt
+    seed: int = 0
+
+
+class PocketWorld(nn.Module):
+    """The transformer and its word encoder, trained together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dit = WanModel(CONFIG)
+        self.text = WordEncoder(VOCABULARY, CONFIG.text_dim, MAX_WORDS)
+
+
+def noise_levels(rng: np.random.Generator, shape: tuple[int, int]) -> Tensor:
+    """Noise level of each chunk: a third pure noise, the rest spread over (0.05, 1)."""
+    level = rng.uniform(0.05, 1.0, shape)
+    return torch.from_numpy(np.where(rng.random(shape) < 1 / 3, 1.0, level)).float()
+
+
+def mix(x0: Tensor, noise: Tensor, level_BF: Tensor) -> Tensor:
+    """Flow matching's straight line from a clean latent (level 0) to noise (level 1)."""
+    return torch.lerp(x0, noise, level_BF[:, :, None, None, None])
+
+
+class Trainer:
+    """One model, its optimisers and averages, and the clock of its schedule."""
+
+    def __init__(self, recipe: Recipe, clips: Clips) -> None:
+        torch.manual_seed(recipe.seed)
+        self.recipe, self.clips = recipe, clips
+        self.rng = np.random.default_rng(recipe.seed)
+        self.master = PocketWorld()
+        self.model = PocketWorld().bfloat16()
+        self.average = {k: v.clone() for k, v in self.master.state_dict().items()}
+        grid = CONFIG.grid(LATENT_HW)
+        self.frame_tokens = grid[0] * grid[1]
+        turn = rotation(range(recipe.frames), grid, CONFIG.head_dim)
+        self.history = TwoStreams(turn, recipe.chunk * self.frame_tokens, torch.bfloat16)
+        matrices, rest = [], []
+        for name, p in self.master.named_parameters():
+            (matrices if p.ndim == 2 and ".blocks." in name else rest).append(p)
+        self.optimisers = (
+            torch.optim.Muon(
+                matrices, lr=recipe.rate, weight_decay=0.02, adjust_lr_fn="match_rms_adamw"
+            ),
+            torch.optim.AdamW(rest, lr=recipe.rate, betas=(0.9, 0.98), weight_decay=0.0),
+        )
+        self.step_count, self.seconds = 0, 0.0
+        self._push()
+
+    def _push(self) -> None:
+        for low, high in zip(self.model.parameters(), self.master.parameters(), strict=True):
+            low.data.copy_(high.data)
+
+    def predict(self, x: Tensor, level_BF: Tensor, clip: Clip, which_BF: Tensor) -> Tensor:
+        """The x0 that the noisy half of `x [B, 2F, C, Y, X]` is predicted to have."""
+        texts = [text for pair in zip(*clip["prompts"], strict=True) for text in pair]
+        prompt = PromptPerFrame(
+            self.model.dit.encode_prompt(self.model.text(texts)), which_BF, self.frame_tokens
+        )
+        keys = torch.cat([clip["keys"], clip["keys"]], dim=1)
+        out = self.model.dit(x.transpose(1, 2), 1000 * level_BF, self.history, prompt, keys)
+        return out[:, :, self.recipe.frames :].float().transpose(1, 2)
+
+    def context(self, x0: Tensor) -> tuple[Tensor, Tensor]:
+        """The clean stream and the noise level it is told to have, for every frame."""
+        batch, frames = x0.shape[:2]
+        noised = torch.from_numpy(self.rng.random((batch, 1)) < self.recipe.noisy_context)
+        level = torch.rand(batch, frames) * self.recipe.context_noise * noised
+        return mix(x0, torch.randn_like(x0), level), level
+
+    def step(self, progress: float) -> tuple[float, float]:
+        """One step of training; returns the loss and the x0 error where the noise is above 0.5."""
+        recipe, rng = self.recipe, self.rng
+        clip = self.clips.sample(rng, recipe.batch, recipe.frames, recipe.chunk)
+        for texts in clip["prompts"]:
+            texts[:] = [t if rng.random() > recipe.no_prompt else "" for t in texts]
+        x0 = clip["latents"]
+        chunks = recipe.frames // recipe.chunk
+        level = noise_levels(rng, (recipe.batch, chunks)).repeat_interleave(recipe.chunk, dim=1)
+        noisy = mix(x0, torch.randn_like(x0), level)
+        past, past_level = self.context(x0)
+        frame = torch.arange(recipe.frames)
+        recached = torch.from_numpy(rng.random(recipe.batch) < recipe.recached) * recipe.chunk
+        which = torch.cat(
+            [frame >= (clip["switch"] - recached)[:, None], frame >= clip["switch"][:, None]], dim=1
+        ).long()
+        levels = torch.cat([past_level, level], dim=1)
+        if progress > recipe.own_after and rng.random() < recipe.own_context:
+            with torch.no_grad():
+                guess = self.predict(torch.cat([past, noisy], dim=1), levels, clip, which)
+            own = torch.from_numpy(rng.random((recipe.batch, chunks)) < recipe.own_share)
+            own = own.repeat_interleave(recipe.chunk, dim=1)
+            own[:, 0] &= ~clip["sunk"]
+            past = torch.where(own[:, :, None, None, None], guess, past)
+            levels = torch.cat([past_level.masked_fill(own, 0.0), level], dim=1)
+        out = self.predict(torch.cat([past, noisy], dim=1), levels, clip, which)
+        error_BF = (out - x0).square().mean(dim=(2, 3, 4))
+        # In a clip with a far sink the first chunk joins two moments: nothing to learn there.
+        use = torch.ones_like(level)
+        use[clip["sunk"], : recipe.chunk] = 0.0
+        loss = (error_BF * use / level.clamp_min(0.35).square()).mean()
+        loss.backward()
+        self._update(progress)
+        high = (level > 0.5) & (use > 0)
+        return loss.item(), error_BF.detach()[high].mean().item()
+
+    def _update(self, progress: float) -> None:
+        recipe = self.recipe
+        ramp = min(1.0, (self.step_count + 1) / recipe.warmup_steps)
+        decay = min(1.0, max(0.0, (1.0 - progress) / 0.6))  # constant, then linear to zero
+        for low, high in zip(self.model.parameters(), self.master.parameters(), strict=True):
+            high.grad = low.grad.float()
+            low.grad = None
+        nn.utils.clip_grad_norm_(self.master.parameters(), 1.0)
+        for optimiser in self.optimisers:
+            for group in optimiser.param_groups:
+                group["lr"] = recipe.rate * ramp * max(decay, 0.01)
+            optimiser.step()
+        self._push()
+        self.step_count += 1
+        rate = min(recipe.ema, 1 - 1 / (self.step_count + 1))
+        for name, value in self.master.state_dict().items():
+            self.average[name].lerp_(value, 1 - rate)
+
+    def save(self, path: Path) -> None:
+        """Write everything a resumed run needs; an interrupted write leaves the old file."""
+        state = {
+            "master": self.master.state_dict(),
+            "average": self.average,
+            "optimisers": [o.state_dict() for o in self.optimisers],
+            "step": self.step_count,
+            "seconds": self.seconds,
+            "rng": json.dumps(self.rng.bit_generator.state),
+            "torch_rng": torch.get_rng_state(),
+        }
+        torch.save(state, path.with_suffix(".tmp"))
+        os.replace(path.with_suffix(".tmp"), path)
+
+    def load(self, path: Path) -> None:
+        """Continue a saved run."""
+        state = torch.load(path, weights_only=True)
+        self.master.load_state_dict(state["master"])
+        self.average = state["average"]
+        for optimiser, saved in zip(self.optimisers, state["optimisers"], strict=True):
+            optimiser.load_state_dict(saved)
+        self.step_count, self.seconds = state["step"], state["seconds"]
+        self.rng.bit_generator.state = json.loads(state["rng"])
+        torch.set_rng_state(state["torch_rng"])
+        self._push()
+
+
+def run(trainer: Trainer, minutes: float) -> Iterator[tuple[int, float, float, float]]:
+    """Train until `minutes` of training are done, yielding (step, minutes, loss, error)."""
+    while trainer.seconds < 60 * minutes:
+        start = time.monotonic()
+        loss, error = trainer.step(trainer.seconds / (60 * minutes))
+        trainer.seconds += time.monotonic() - start
+        yield trainer.step_count, trainer.seconds / 60, loss, error
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--data", type=Path, default=Path("pocket-data"))
+    parser.add_argument("--minutes", type=float, default=120.0)
+    parser.add_argument("--rate", type=float, default=Recipe.rate)
+    args = parser.parse_args()
+    trainer = Trainer(Recipe(rate=args.rate), Clips(args.data))
+    checkpoint = args.data / "train.pt"
+    if checkpoint.exists():
+        trainer.load(checkpoint)
+    print(json.dumps({"recipe": asdict(trainer.recipe), "config": asdict(CONFIG)}), flush=True)
+    losses: list[tuple[float, float]] = []
+    for step, minute, loss, error in run(trainer, args.minutes):
+        losses.append((loss, error))
+        if step % 50 == 0:
+            mean = np.nanmean(losses, axis=0)
+            print(f"step {step}  {minute:.1f} min  loss {mean[0]:.4f}  x0 {mean[1]:.4f}", flush=True)
+            losses.clear()
+        if step % 100 == 0:
+            trainer.save(checkpoint)
+    trainer.save(checkpoint)
+
+
+if __name__ == "__main__":
+    main()

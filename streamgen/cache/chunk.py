@@ -1,0 +1,207 @@
+"""A chunk in the making: its frames are pending, the only bytes of a table that may be written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from streamgen.cache.meta import AttnMeta, merge_runs
+from streamgen.cache.pool import Block, Lane
+from streamgen.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from streamgen.cache.table import BlockTable
+
+
+class Chunk:
+    """The pending frames of a `BlockTable`, from `table.chunk(n)` or `table.reopen(n)`.
+
+    Every denoising step overwrites the same slots by `write` and reads `kv`; the clean pass writes
+    last; `commit` seals. As a context manager it aborts on leaving unless it was committed:
+
+        with table.chunk(3) as chunk:
+            for step in steps:
+                ...  # chunk.write(layer, k, v); attend(q, *chunk.kv(layer))
+            chunk.commit()
+
+    Attributes:
+        frames: ordinals of the pending frames.
+        sinks: how many of them, the first ones, belong to a shadowed sink (see `write_sink`).
+        blocks: the block of every visible frame, by ordinal.
+        meta: what attention needs, built once.
+    """
+
+    def __init__(
+        self,
+        table: BlockTable,
+        lane: Lane,
+        frames: range,
+        visible: Sequence[int],
+        blocks: dict[int, Block],
+    ) -> None:
+        self.frames = frames
+        self.blocks = blocks
+        self._table = table
+        self._pool = table.pool
+        self._lane = lane
+        self._open = True
+        self._unwritten = set(range(self._pool.spec.num_layers))
+        shadow = table.policy.shadow
+        self.sinks = max(0, min(shadow, frames.stop) - frames.start)
+        self._sunk = min(shadow, frames.start)  # sink frames committed before this chunk
+        self._unsunk = set(self._unwritten) if self.sinks else set()
+        self.meta = self._describe(visible)
+
+    def _describe(self, visible: Sequence[int]) -> AttnMeta:
+        place, tokens = self._table.policy.place, self._pool.spec.block_tokens
+        order = {place(ordinal): ordinal for ordinal in visible}
+        count = len(order)
+        return AttnMeta(
+            ordinals=tuple(order[index] for index in range(count)),
+            pending=self.frames,
+            runs=((self._lane.base, count),),
+            writes=merge_runs(self._lane.base + place(ordinal) for ordinal in self.frames),
+            q_len=len(self.frames) * tokens,
+            kv_len=count * tokens,
+        )
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the pool."""
+        return self._pool.spec.num_layers
+
+    # Reading and writing
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Overwrite the chunk's K and V of one layer, as often as needed.
+
+        Args:
+            layer: index of the layer.
+            k, v: `[n*block_tokens, kv_heads, head_dim]` in the pool's dtype, frames in order.
+
+        Raises:
+            InvalidRequest: another shape or dtype, or the chunk is over.
+        """
+        self._expect_open()
+        self._store(layer, self.meta.writes, len(self.frames), k, v)
+        self._unwritten.discard(layer)
+
+    def kv(self, layer: int) -> tuple[Tensor, Tensor]:
+        """What the chunk sees of one layer: K and V `[kv_len, kv_heads, head_dim]`.
+
+        One view of the lane, in the order of `meta.ordinals`. Once the window is full, it has the
+        same address and shape for every chunk.
+        """
+        self._expect_open()
+        ((slot, count),) = self.meta.runs
+        return self._pool.rows(layer, slot, count)
+
+    # A shadowed sink: raw keys in the sink's own blocks, rotated ones in the lane
+
+    def write_sink(self, layer: int, k_raw: Tensor, v: Tensor) -> None:
+        """Store raw keys and values of those pending frames that belong to a shadowed sink.
+
+        Their places in the lane are written by `write` like all others.
+
+        Args:
+            layer: index of the layer.
+            k_raw, v: `[m*block_tokens, kv_heads, head_dim]` for the `m` first frames of the chunk.
+
+        Raises:
+            InvalidRequest: another shape or dtype, no pending sink frames, or the chunk is over.
+        """
+        self._expect_open()
+        if not self.sinks:
+            raise InvalidRequest(f"frames {_span(self.frames)} contain no shadowed sink frame")
+        blocks = [self.blocks[ordinal] for ordinal in self.frames[: self.sinks]]
+        self._store(layer, merge_runs(block.slot for block in blocks), len(blocks), k_raw, v)
+        self._unsunk.discard(layer)
+
+    def sink(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Raw keys, and values, of the committed sink: `[s*block_tokens, kv_heads, head_dim]` each.
+
+        A view if the sink's blocks are neighbours, as they are unless the pool was crowded.
+        """
+        self._expect_open()
+        runs = merge_runs(self.blocks[ordinal].slot for ordinal in range(self._sunk))
+        if len(runs) == 1:
+            return self._pool.rows(layer, *runs[0])
+        if not runs:
+            return self._pool.rows(layer, self._lane.base, 0)
+        parts = [self._pool.rows(layer, *run) for run in runs]
+        return torch.cat([k for k, _ in parts]), torch.cat([v for _, v in parts])
+
+    def shadow(self, layer: int) -> Tensor:
+        """Keys of the lane's shadow slots, a view `[s*block_tokens, kv_heads, head_dim]`.
+
+        The caller fills it for every chunk with `sink(layer)`'s keys, rotated to where this chunk
+        should see them. The values beside it are kept right by the table.
+        """
+        self._expect_open()
+        return self._pool.rows(layer, self._lane.base, self._sunk)[0]
+
+    # The end
+
+    def commit(self) -> None:
+        """Seal the frames: from now on they are part of the table and never change.
+
+        Raises:
+            InvalidRequest: a layer was never written, or the chunk is over.
+        """
+        self._expect_open()
+        if self._unwritten or self._unsunk:
+            layers = sorted(self._unwritten | self._unsunk)
+            raise InvalidRequest(f"layers {layers} of frames {_span(self.frames)} were not written")
+        self._open = False
+        self._table._commit(self)
+
+    def abort(self) -> None:
+        """Leave nothing of the chunk; see `BlockTable.chunk` for what comes back. Idempotent."""
+        if self._open:
+            self._open = False
+            self._table._abort(self)
+
+    def __enter__(self) -> Chunk:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.abort()
+
+    # Helpers
+
+    def _store(
+        self, layer: int, runs: tuple[tuple[int, int], ...], frames: int, k: Tensor, v: Tensor
+    ) -> None:
+        spec = self._pool.spec
+        shape = (frames * spec.block_tokens, spec.kv_heads, spec.head_dim)
+        for name, tensor in (("k", k), ("v", v)):
+            if tensor.shape != shape or tensor.dtype != spec.dtype:
+                raise InvalidRequest(
+                    f"{name} is {tuple(tensor.shape)} {tensor.dtype}; frames {_span(self.frames)} "
+                    f"take {shape} {spec.dtype}"
+                )
+        at = 0
+        with torch.no_grad():  # else writing what needs a gradient would tie the pool to its graph
+            for slot, count in runs:
+                to_k, to_v = self._pool.rows(layer, slot, count)
+                size = count * spec.block_tokens
+                to_k.copy_(k[at : at + size])
+                to_v.copy_(v[at : at + size])
+                at += size
+
+    def _expect_open(self) -> None:
+        if not self._open:
+            raise InvalidRequest(f"the chunk of frames {_span(self.frames)} is over")
+
+
+def _span(frames: range) -> str:
+    return f"{frames.start}..{frames.stop - 1}"

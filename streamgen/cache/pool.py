@@ -1,0 +1,257 @@
+"""Where the bytes of all streams lie: fixed K and V tensors cut into slots, and handles to them.
+
+A `Block` is a handle: tables, forks and snapshots hold it, and only the pool knows bytes. The slot
+is a field of the handle, so a block that moves takes all its holders along.
+
+Invariants (`check` asserts what can be seen from here):
+    a sealed block's bytes never change while somebody holds it;
+    a slot holds at most one live block, a block lies in exactly one slot;
+    `ref` is the number of holders; a block that nobody holds is gone and its slot is empty;
+    a slot of a lane is never handed out, even while it is empty.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from streamgen.cache.spec import KVSpec
+from streamgen.errors import InvalidRequest, PoolFull
+
+# Flags of a slot; 0 is free. A slot of a lane keeps LANE whether or not a block lies in it.
+LIVE, LANE = 1, 2
+
+
+class Block:
+    """A handle to the K and V of one latent frame, in every layer.
+
+    Attributes:
+        slot: where its bytes lie in the pool; -1 once nobody holds it.
+        ref: number of holders.
+        sealed: committed, its bytes are final. An unsealed block is pending and has one owner.
+    """
+
+    __slots__ = ("slot", "ref", "sealed")
+
+    def __init__(self, slot: int, sealed: bool = False) -> None:
+        self.slot = slot
+        self.ref = 1
+        self.sealed = sealed
+
+    def __repr__(self) -> str:
+        return f"Block(slot={self.slot}, ref={self.ref}, sealed={self.sealed})"
+
+
+@dataclass(frozen=True)
+class Lane:
+    """A run of `size` slots from slot `base` on, in which only one table places blocks."""
+
+    base: int
+    size: int
+
+
+@dataclass(frozen=True)
+class PoolStats:
+    """Counts of slots.
+
+    Attributes:
+        total: slots of the pool.
+        free: slots that can be handed out.
+        lanes: lanes in use.
+        reserved: slots that belong to lanes, empty or not.
+        live: slots with a block in them, in lanes or not.
+        shared: blocks with more than one holder.
+        bytes: K and V storage of the whole pool.
+    """
+
+    total: int
+    free: int
+    lanes: int
+    reserved: int
+    live: int
+    shared: int
+    bytes: int
+
+
+class BlockPool:
+    """The K/V memory of one model on one device, allocated once.
+
+    Lanes are taken from the low end, single blocks from the high end, which keeps long runs free.
+    `lock` makes every change of a table whole, so sessions on several threads can share a pool.
+
+    Args:
+        spec: geometry of a block.
+        num_blocks: slots.
+        device: of the tensors.
+
+    Attributes:
+        k, v: per layer one tensor `[slots, block_tokens, kv_heads, head_dim]`. K and V are separate
+            allocations, because a compiler can re-use only one of two aliased outputs in place.
+
+    Raises:
+        InvalidRequest: `num_blocks` is not positive.
+    """
+
+    def __init__(self, spec: KVSpec, num_blocks: int, device: torch.device | str = "cpu") -> None:
+        if num_blocks < 1:
+            raise InvalidRequest(f"num_blocks={num_blocks}: a pool needs at least 1 block")
+        self.spec = spec
+        self.lock = threading.RLock()
+        shape = (num_blocks, spec.block_tokens, spec.kv_heads, spec.head_dim)
+        with torch.inference_mode(False):  # else a pool made there could not be written elsewhere
+            layers = range(spec.num_layers)
+            self.k = tuple(torch.zeros(shape, dtype=spec.dtype, device=device) for _ in layers)
+            self.v = tuple(torch.zeros(shape, dtype=spec.dtype, device=device) for _ in layers)
+            self._flat = tuple(
+                (k.flatten(0, 1), v.flatten(0, 1)) for k, v in zip(self.k, self.v, strict=True)
+            )
+        self._flags = bytearray(num_blocks)
+        self._blocks: list[Block | None] = [None] * num_blocks
+        self._lanes: set[Lane] = set()
+
+    # Bytes
+
+    def rows(self, layer: int, slot: int, count: int) -> tuple[Tensor, Tensor]:
+        """K and V of neighbouring slots: views `[count*block_tokens, kv_heads, head_dim]`."""
+        k, v = self._flat[layer]
+        a, b = slot * self.spec.block_tokens, (slot + count) * self.spec.block_tokens
+        return k[a:b], v[a:b]
+
+    def move(self, block: Block, slot: int) -> None:
+        """Carry a block to an empty slot; every holder follows."""
+        self._carry(block.slot, slot)
+        self._vacate(block.slot)
+        self._occupy(block, slot)
+
+    def copy(self, block: Block, slot: int) -> Block:
+        """A private sealed block with the same bytes, in an empty slot."""
+        self._carry(block.slot, slot)
+        return self._occupy(Block(slot, sealed=True), slot)
+
+    def _carry(self, source: int, target: int) -> None:
+        for tensor in (*self.k, *self.v):
+            tensor[target].copy_(tensor[source])
+
+    # Slots
+
+    def at(self, slot: int) -> Block | None:
+        """The live block in a slot."""
+        return self._blocks[slot]
+
+    def require(self, run: int, loose: int) -> None:
+        """Raise PoolFull unless a lane of `run` slots and `loose` further slots can be had now."""
+        if run and self._flags.find(bytes(run)) < 0:
+            raise self._full(f"a lane of {run} neighbouring slots")
+        if self._flags.count(0) < run + loose:
+            raise self._full(f"{run + loose} slots")
+
+    def reserve(self, n: int) -> Lane:
+        """Take `n` neighbouring free slots, lowest first, as a lane.
+
+        Raises:
+            PoolFull: no such run is free; nothing has changed.
+        """
+        self.require(run=n, loose=0)
+        lane = Lane(self._flags.find(bytes(n)), n)
+        self._flags[lane.base : lane.base + n] = bytes([LANE]) * n
+        self._lanes.add(lane)
+        return lane
+
+    def dissolve(self, lane: Lane) -> None:
+        """Give a lane back: empty slots are free at once, the others when their block dies."""
+        self._lanes.remove(lane)
+        for slot in range(lane.base, lane.base + lane.size):
+            self._flags[slot] &= ~LANE
+
+    def spare(self, n: int) -> list[int]:
+        """The `n` free slots to use for blocks outside lanes: neighbours if possible, else any.
+
+        They are only named, not taken.
+
+        Raises:
+            PoolFull: fewer than `n` slots are free.
+        """
+        self.require(run=0, loose=n)
+        start = self._flags.rfind(bytes(n))
+        if start >= 0:
+            return list(range(start, start + n))
+        return [slot for slot, flag in enumerate(self._flags) if flag == 0][-n:]
+
+    # Blocks
+
+    def put(self, slot: int) -> Block:
+        """A new pending block in an empty slot; its bytes are whatever lay there."""
+        return self._occupy(Block(slot), slot)
+
+    def alloc(self, n: int) -> list[Block]:
+        """`n` new pending blocks outside lanes, in neighbouring slots if possible.
+
+        Raises:
+            PoolFull: fewer than `n` slots are free; nothing has changed.
+        """
+        return [self.put(slot) for slot in self.spare(n)]
+
+    def retain(self, block: Block) -> None:
+        """Count one more holder."""
+        assert block.ref > 0, f"{block} is dead"
+        block.ref += 1
+
+    def release(self, block: Block) -> None:
+        """Count one holder less; the block dies with its last one."""
+        assert block.ref > 0, f"{block} is dead"
+        block.ref -= 1
+        if block.ref == 0:
+            self._vacate(block.slot)
+            block.slot = -1
+
+    def _occupy(self, block: Block, slot: int) -> Block:
+        assert self._blocks[slot] is None, f"slot {slot} holds {self._blocks[slot]}"
+        self._blocks[slot] = block
+        self._flags[slot] |= LIVE
+        block.slot = slot
+        return block
+
+    def _vacate(self, slot: int) -> None:
+        self._blocks[slot] = None
+        self._flags[slot] &= ~LIVE
+
+    # Accounts
+
+    def stats(self) -> PoolStats:
+        """Who holds what, now."""
+        live = [block for block in self._blocks if block]
+        return PoolStats(
+            total=len(self._blocks),
+            free=self._flags.count(0),
+            lanes=len(self._lanes),
+            reserved=sum(lane.size for lane in self._lanes),
+            live=len(live),
+            shared=sum(block.ref > 1 for block in live),
+            bytes=len(self._blocks) * self.spec.block_bytes,
+        )
+
+    def check(self) -> None:
+        """Assert that slots, handles and lanes agree; O(slots), no bytes are read."""
+        in_lane = [slot for x in self._lanes for slot in range(x.base, x.base + x.size)]
+        assert len(in_lane) == len(set(in_lane)), "two lanes overlap"
+        expected = bytearray(len(self._blocks))
+        for slot in in_lane:
+            expected[slot] = LANE
+        for slot, block in enumerate(self._blocks):
+            if block is None:
+                continue
+            assert block.slot == slot and block.ref > 0, f"slot {slot} holds {block}"
+            assert block.sealed or block.ref == 1, f"a pending block is shared: {block}"
+            expected[slot] |= LIVE
+        assert expected == self._flags, "the flags of the slots disagree with lanes and blocks"
+
+    def _full(self, wanted: str) -> PoolFull:
+        s = self.stats()
+        return PoolFull(
+            f"the KV pool has no room for {wanted}: {s.free} of {s.total} slots are free "
+            f"(lanes: {s.lanes}, with {s.reserved} slots; live blocks: {s.live}; "
+            f"shared by forks or snapshots: {s.shared})"
+        )

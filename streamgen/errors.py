@@ -1,0 +1,43 @@
+"""One tree of errors. A caller's mistake is one of these, in one sentence; `assert` is for our own invariants.
+
+    StreamgenError
+    ├── InvalidRequest    a value the caller passed is not accepted (also a ValueError)
+    ├── UnknownModel      no packaged model, folder or hub id of that name
+    ├── WeightsError      files are missing, damaged or of another shape
+    ├── PoolFull          the KV pool has no free blocks left
+    ├── SessionClosed     a session was used after close()
+    ├── MissingExtra      an optional package is not installed
+    └── PortInUse         the server's port is taken
+"""
+
+
+class StreamgenError(Exception):
+    """Base of every error that streamgen raises for its caller."""
+
+
+class InvalidRequest(StreamgenError, ValueError):
+    """A value is not accepted; the message names the value and what is accepted."""
+
+
+class UnknownModel(StreamgenError):
+    """No model of that name; the message lists the packaged ones."""
+
+
+class WeightsError(StreamgenError):
+    """Weights are missing, truncated, damaged or do not fit their config."""
+
+
+class PoolFull(StreamgenError):
+    """The KV pool has no free blocks; the message says who holds them. Every table is unchanged."""
+
+
+class SessionClosed(StreamgenError):
+    """The session was closed and can't be used any more."""
+
+
+class MissingExtra(StreamgenError):
+    """An optional package is needed; the message says which extra installs it."""
+
+
+class PortInUse(StreamgenError):
+    """The address to serve on is taken; the message says how to choose another."""

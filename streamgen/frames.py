@@ -1,0 +1,66 @@
+"""What crosses the border between a session and its user: pixels with an index, and what shaped them.
+
+Pixels are uint8 `[F, H, W, 3]` (frames, height, width, RGB) everywhere outside the models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """The answer to `act` or `prompt`: frame `applies_at_frame` is the first that can contain it."""
+
+    id: int
+    kind: str
+    applies_at_frame: int
+
+
+@dataclass(frozen=True)
+class Event:
+    """One line of a session's track: what was asked (`value`) and the first frame it shaped."""
+
+    id: int
+    kind: str
+    value: Any
+    frame: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The event as plain JSON values."""
+        return {"id": self.id, "kind": self.kind, "value": self.value, "frame": self.frame}
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds spent on one chunk, by stage; `other` is what the named stages leave of `total`."""
+
+    dit: float = 0.0
+    cache: float = 0.0
+    decode: float = 0.0
+    other: float = 0.0
+    total: float = 0.0
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A few consecutive frames of a session, made together.
+
+    Args:
+        index: number of the chunk in its session, from 0.
+        first_frame: number of `frames[0]` in its session, from 0; goes back on `rewind`.
+        frames: uint8 `[F, H, W, 3]` on the CPU.
+        tensor: the same pixels as a uint8 tensor on the session's device.
+        timing: milliseconds by stage.
+        applied: the events whose first frame lies in this chunk.
+    """
+
+    index: int
+    first_frame: int
+    frames: np.ndarray
+    tensor: Any
+    timing: Timing
+    applied: tuple[Event, ...]

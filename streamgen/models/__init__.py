@@ -1,0 +1,1 @@
+"""Formulas on tensors with weights."""
