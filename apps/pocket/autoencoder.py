@@ -4,6 +4,8 @@
 
 writes `vae/`, a diffusers `AutoencoderDC`, and `vae/latent_stats.json`, the mean and standard
 deviation of every latent channel. A run that was interrupted continues from its checkpoint.
+With `--decoder-only` it goes on from `vae/` and leaves the encoder as it is, so that latents that
+were encoded already stay valid.
 """
 
 import argparse
@@ -11,6 +13,7 @@ import json
 import os
 import time
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import cv2
@@ -27,6 +30,8 @@ BATCH = 16
 LEARNING_RATE = 2e-3
 LATENT_NOISE = 0.05  # of the latents' spread: nearby latents must mean nearby pictures
 EMA = 0.998
+LOG_EVERY = 150  # steps
+SAVE_EVERY = 120  # seconds
 WALKS, SHOTS, GAP = 96, 16, 4  # walks drawn together, frames of each, moves between two of them
 
 
@@ -80,7 +85,7 @@ def render_frames(path: Path, batches: int, workers: int) -> None:
     frames = np.lib.format.open_memmap(
         partial_path, "w+", np.uint8, (batches * count, HEIGHT, WIDTH, 3)
     )
-    with ProcessPoolExecutor(workers) as pool:
+    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
         for i, batch in enumerate(pool.map(render_batch, range(1, batches + 1))):
             frames[i * count : (i + 1) * count] = batch
     frames.flush()
@@ -135,61 +140,61 @@ def save_atomically(state: dict, path: Path) -> None:
     os.replace(path.with_suffix(".tmp"), path)
 
 
-def train(data: Path, minutes: float) -> AutoencoderDC:
+def train(data: Path, minutes: float, decoder_only: bool) -> AutoencoderDC:
     """Train for `minutes` of wall time, past runs included; return the averaged autoencoder."""
     torch.manual_seed(0)
     frames = np.load(data / "frames.npy", mmap_mode="r")
     held_out = render_batch(0)[::6].copy()
-    vae, average = (build_vae().to(memory_format=torch.channels_last) for _ in range(2))
-    average.load_state_dict(vae.state_dict())
+    if decoder_only:
+        vae, average = (load_vae(data)[0] for _ in range(2))
+        vae.train().encoder.requires_grad_(False)
+    else:
+        vae, average = (build_vae().to(memory_format=torch.channels_last) for _ in range(2))
+        average.load_state_dict(vae.state_dict())
     average.eval()
-    optimizer = torch.optim.AdamW(vae.parameters(), LEARNING_RATE, (0.9, 0.97), weight_decay=1e-3)
+    weights = [weight for weight in vae.parameters() if weight.requires_grad]
+    peak = LEARNING_RATE / 2 if decoder_only else LEARNING_RATE
+    optimizer = torch.optim.AdamW(weights, peak, (0.9, 0.97), weight_decay=1e-3)
+    parts = {"vae": vae, "average": average, "optimizer": optimizer}
     step, spent = 0, 0.0
-    checkpoint = data / "autoencoder.pt"
+    checkpoint = data / ("decoder.pt" if decoder_only else "autoencoder.pt")
     if checkpoint.exists():
         state = torch.load(checkpoint, weights_only=True)
-        vae.load_state_dict(state["vae"])
-        average.load_state_dict(state["average"])
-        optimizer.load_state_dict(state["optimizer"])
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
         step, spent = state["step"], state["spent"]
 
+    def save() -> None:
+        state = {name: part.state_dict() for name, part in parts.items()}
+        save_atomically({**state, "step": step, "spent": spent}, checkpoint)
+
     rng = np.random.default_rng(step)
-    start = saved = time.monotonic() - spent
-    saved += spent
+    saved = time.monotonic()
+    start = saved - spent
     while (spent := time.monotonic() - start) < 60 * minutes:
-        progress = spent / (60 * minutes)
         warm_up = min(1.0, (step + 1) / 100)
+        cosine = 0.5 * (1 + np.cos(np.pi * spent / (60 * minutes)))
         for group in optimizer.param_groups:
-            group["lr"] = LEARNING_RATE * warm_up * (0.02 + 0.49 * (1 + np.cos(np.pi * progress)))
+            group["lr"] = peak * warm_up * max(cosine, 0.02)
         pixels = to_pixels(frames[np.sort(rng.choice(len(frames), BATCH, replace=False))])
         with torch.autocast("cpu", torch.bfloat16):
             decoded = reconstruct(vae, pixels)
         error = decoded.float() - pixels
         loss = error.abs().mean() + 4 * error.square().mean()
         loss.backward()
-        nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         update_average(average, vae, step)
         step += 1
-        if step % 150 == 0:
+        if step % LOG_EVERY == 0:
             psnr = measure_psnr(average, held_out)
-            print(
-                f"step {step}  {spent / 60:.1f} min  loss {loss.item():.4f}  {psnr:.2f} dB",
-                flush=True,
-            )
-        if time.monotonic() - saved > 120:
+            line = f"step {step}  {spent / 60:.1f} min  loss {loss.item():.4f}  {psnr:.2f} dB"
+            print(line, flush=True)
+        if time.monotonic() - saved > SAVE_EVERY:
             saved = time.monotonic()
-            save_atomically(
-                {
-                    "vae": vae.state_dict(),
-                    "average": average.state_dict(),
-                    "optimizer": optimizer.state_dict(),
-                    "step": step,
-                    "spent": spent,
-                },
-                checkpoint,
-            )
+            save()
+    save()
     print(f"step {step}  held out: {measure_psnr(average, held_out):.2f} dB", flush=True)
     return average
 
@@ -200,15 +205,17 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=18, help="wall time of the training")
     parser.add_argument("--batches", type=int, default=16, help=f"x {WALKS * SHOTS} frames")
     parser.add_argument("--workers", type=int, default=2, help="processes that render")
+    parser.add_argument("--decoder-only", action="store_true", help="keep the encoder as it is")
     args = parser.parse_args()
     args.data.mkdir(parents=True, exist_ok=True)
     path = args.data / "frames.npy"
     if not path.exists():
         render_frames(path, args.batches, args.workers)
-    vae = train(args.data, args.minutes)
+    vae = train(args.data, args.minutes, args.decoder_only)
     vae.save_pretrained(args.data / "vae")
-    stats = measure_latents(vae, np.load(path, mmap_mode="r")[::6])
-    (args.data / "vae" / "latent_stats.json").write_text(json.dumps(stats, indent=1) + "\n")
+    if not args.decoder_only:
+        stats = measure_latents(vae, np.load(path, mmap_mode="r")[::6].copy())
+        (args.data / "vae" / "latent_stats.json").write_text(json.dumps(stats, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import os
 import time
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TypedDict
 
@@ -89,7 +90,7 @@ def encode_walks(data: Path, walks: int, frames: int, workers: int) -> None:
     folder = data / "latents"
     folder.mkdir(exist_ok=True)
     files: dict[str, np.memmap] = {}
-    with ProcessPoolExecutor(workers) as pool:
+    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
         job = partial(encode_group, data=data, frames=frames)
         for i, group in enumerate(pool.map(job, range(walks // GROUP))):
             for name, part in group.items():

@@ -229,7 +229,9 @@ def run(trainer: Trainer, minutes: float) -> Iterator[tuple[int, float, float, f
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--data", type=Path, default=Path("pocket-data"))
     parser.add_argument("--minutes", type=float, default=120.0)
     parser.add_argument("--rate", type=float, default=Recipe.rate)
@@ -244,7 +246,9 @@ def main() -> None:
         losses.append((loss, error))
         if step % 50 == 0:
             mean = np.nanmean(losses, axis=0)
-            print(f"step {step}  {minute:.1f} min  loss {mean[0]:.4f}  x0 {mean[1]:.4f}", flush=True)
+            print(
+                f"step {step}  {minute:.1f} min  loss {mean[0]:.4f}  x0 {mean[1]:.4f}", flush=True
+            )
             losses.clear()
         if step % 100 == 0:
             trainer.save(checkpoint)

@@ -41,6 +41,16 @@ class Snapshot:
         for block in blocks.values():
             pool.retain(block)
 
+    def copy(self) -> Snapshot:
+        """The same moment, held a second time.
+
+        Raises:
+            InvalidRequest: it was released.
+        """
+        with self.pool.lock:
+            self._expect_held()
+            return Snapshot(self.pool, self.policy, dict(self.entries), self.end)
+
     def release(self) -> None:
         """Let the blocks go. Idempotent."""
         with self.pool.lock:
@@ -48,6 +58,10 @@ class Snapshot:
                 self.released = True
                 for _, block in self.entries:
                     self.pool.release(block)
+
+    def _expect_held(self) -> None:
+        if self.released:
+            raise InvalidRequest(f"the snapshot of frame {self.end} was released")
 
 
 class BlockTable:
@@ -258,8 +272,7 @@ class BlockTable:
         """
         with self.pool.lock:
             self._expect_idle()
-            if snapshot.released:
-                raise InvalidRequest(f"the snapshot of frame {snapshot.end} was released")
+            snapshot._expect_held()
             if snapshot.pool is not self.pool or snapshot.policy != self.policy:
                 raise InvalidRequest(
                     "the snapshot was taken in another pool or under another policy"

@@ -12,7 +12,7 @@ from streamgen.wire.header import Flag, Header
 class Pacer:
     """The media clock of one stream: when to make a chunk, and when each of its frames is due.
 
-    Making a chunk starts as late as it can (its due time less the time chunks have taken lately),
+    Making a chunk starts as late as it can (its due time less the time chunks take lately),
     because a chunk begun later has heard more of the player's keys. It never starts before the
     chunk before it is on the screen, so the stream is at most one chunk ahead of media time.
     Where chunks take longer than they last, their frames are spread over the time they take.
@@ -20,7 +20,7 @@ class Pacer:
 
     def __init__(self, fps: float, now: float) -> None:
         self._frame_seconds = 1.0 / fps
-        self._took: deque[float] = deque(maxlen=16)
+        self._took: deque[float] = deque(maxlen=24)
         self.restart(now)
 
     def restart(self, now: float) -> None:
@@ -30,8 +30,13 @@ class Pacer:
     @property
     def start_at(self) -> float:
         """The moment to begin the next chunk."""
-        ready = max(self._took) * 1.25 + 0.004 if self._took else 0.0
-        return max(self._earliest, self._next_due - ready)
+        return max(self._earliest, self._next_due - self._lead)
+
+    @property
+    def _lead(self) -> float:
+        """Seconds to leave for a chunk: what 7 of 8 took lately, and a little more."""
+        took = sorted(self._took)
+        return took[len(took) * 7 // 8] * 1.15 + 0.004 if took else 0.0
 
     def schedule(self, frames: int, now: float, took: float | None = None) -> list[float]:
         """The due times of a chunk that is ready now and `took` so many seconds to make."""

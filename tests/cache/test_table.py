@@ -302,6 +302,19 @@ def test_snapshots_are_checked(table: BlockTable, pool: BlockPool, spec: KVSpec,
         table.rewind(mark)
 
 
+def test_a_copy_holds_for_itself(table: BlockTable, roll) -> None:
+    """It outlives the snapshot it was made from, which can't be copied any more once released."""
+    roll(table, 2)
+    mark = table.snapshot()
+    twin = mark.copy()
+    mark.release()
+    roll(table, 3)
+    table.rewind(twin)
+    assert keys(table) == {f: f for f in range(6)}
+    with pytest.raises(InvalidRequest, match="frame 6 was released"):
+        mark.copy()
+
+
 def test_close(table: BlockTable, roll) -> None:
     """Gives everything back, also with a chunk pending, and can be called again."""
     roll(table, 2)

@@ -1,0 +1,1 @@
+"""Benchmarks: the only place where time is measured."""

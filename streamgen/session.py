@@ -1,0 +1,411 @@
+"""One user's walk through a world: everything that is state, and nothing that is shared.
+
+A session is stepped chunk by chunk. What the user does (`act`, `prompt`) is queued and applies at
+the next chunk boundary; the chunk says what it contains. `mark`, `fork` and `rewind` copy handles:
+the K/V bytes stay where they are. The same seed and the same track give bitwise the same frames.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections import deque
+from collections.abc import Collection, Iterator
+from copy import copy
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any, Literal, get_args
+
+import cv2
+import numpy as np
+import torch
+from torch import Tensor
+
+from streamgen.cache import BlockTable, Snapshot
+from streamgen.engine import Engine, Stopwatch
+from streamgen.errors import InvalidRequest, SessionClosed
+from streamgen.frames import Chunk, Event, Receipt, Timing
+from streamgen.models.history import CachedPrompt
+
+Recache = Literal["last_chunk", "window", "off"]
+
+
+@dataclass(frozen=True)
+class _State:
+    """All of a session but its K/V; never changed in place, so a mark is a reference."""
+
+    text: str
+    prompt: CachedPrompt
+    keys: frozenset[str]
+    rng: Tensor
+    frame: int = 0
+    chunk: int = 0
+    decoder: Any = None
+    latents: tuple[Tensor, ...] = ()  # clean latents [C, Y, X] of the last frames, up to a window
+    actions: tuple[Tensor, ...] = ()  # and what led to them
+    track: tuple[Event, ...] = ()
+
+
+class Mark:
+    """A moment of a session to `rewind` to; keeps its K/V alive until `release`."""
+
+    def __init__(self, state: _State, snapshot: Snapshot) -> None:
+        self._state, self._snapshot = state, snapshot
+
+    @property
+    def frame(self) -> int:
+        """The frame that came next."""
+        return self._state.frame
+
+    def release(self) -> None:
+        """Let the K/V go; the mark can't be used any more. Idempotent."""
+        self._snapshot.release()
+
+
+class Session:
+    """One walk; made by `WorldPipeline.session`.
+
+    `step`, `fork`, `rewind`, `mark` and `close` belong to one thread at a time; `act` and `prompt`
+    may come from any.
+
+    Args:
+        engine: what is shared.
+        prompt: the text to begin with.
+        seed: of the session's own generator.
+        image: a first frame of one's own, uint8 `[H, W, 3]` at any size; None = the model's.
+        history_seconds: how far back `rewind` can go without a mark.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompt: str,
+        seed: int = 0,
+        image: np.ndarray | None = None,
+        history_seconds: float = 8.0,
+    ) -> None:
+        self.engine, self.config, self.seed = engine, engine.config, seed
+        self._generator = torch.Generator().manual_seed(seed)
+        self._state = _State(
+            text=prompt,
+            prompt=self._encode(prompt),
+            keys=frozenset(),
+            rng=self._generator.get_state(),
+        )
+        self._table: BlockTable = engine.table()
+        self._image = None if image is None else self._encode_image(image)
+        chunks = history_seconds * self.config.fps / self.config.chunk_frames
+        self._past: deque[Mark] = deque()
+        self._past_size = round(chunks)
+        self._closed = False
+        self._queue_lock = threading.Lock()
+        self._queue: list[tuple[int, str, Any]] = []
+        self._pressed: set[str] = set()
+        self._receipts = 0
+
+    # What can be seen
+
+    @property
+    def frame(self) -> int:
+        """Index of the next frame."""
+        return self._state.frame
+
+    @property
+    def fps(self) -> int:
+        """Frames a second at which the world is meant to be watched."""
+        return self.config.fps
+
+    @property
+    def text(self) -> str:
+        """The prompt in force."""
+        return self._state.text
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """The keys held in the last chunk."""
+        return self._state.keys
+
+    @property
+    def track(self) -> list[Event]:
+        """Everything that was applied so far, in order."""
+        return list(self._state.track)
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    # What the user does
+
+    def act(self, keys: Collection[str]) -> Receipt:
+        """Hold exactly these keys from the next chunk on; latest wins.
+
+        A key that is pressed and released before a chunk begins still counts for that chunk.
+
+        Raises:
+            InvalidRequest: a key that the world does not know.
+            SessionClosed: after `close`.
+        """
+        held = frozenset([keys] if isinstance(keys, str) else keys)
+        self.config.action(held)
+        self._pressed |= held
+        return self._ask("act", held)
+
+    def prompt(self, text: str, recache: Recache = "last_chunk") -> Receipt:
+        """Change the text from the next chunk on.
+
+        Args:
+            text: words that the model does not know are named in a warning.
+            recache: what of the past is recomputed under the new text. `last_chunk`: the newest
+                chunk (Hunyuan-GameCraft-2's ReCache); `window`: all that is in view but the sink,
+                each chunk seeing those before it; `off`: nothing.
+
+        Raises:
+            InvalidRequest: a text over the limit, or an unknown way to recache.
+            SessionClosed: after `close`.
+        """
+        if recache not in get_args(Recache):
+            raise InvalidRequest(f"recache {recache!r}: accepted are {list(get_args(Recache))}")
+        self._encode(text)
+        return self._ask("prompt", (text, recache))
+
+    def _ask(self, kind: str, value: Any) -> Receipt:
+        self._expect_open()
+        with self._queue_lock:
+            self._receipts += 1
+            self._queue.append((self._receipts, kind, value))
+            return Receipt(self._receipts, kind, self._state.frame)
+
+    def _encode(self, text: str) -> CachedPrompt:
+        unknown = self.engine.text.split(text)[1]
+        if unknown:
+            warnings.warn(
+                f"the model does not know {unknown}; its words are: "
+                + " ".join(self.engine.text.vocabulary),
+                stacklevel=3,
+            )
+        return self.engine.prompt(text)
+
+    def _encode_image(self, image: np.ndarray) -> Tensor:
+        image = np.asarray(image)
+        if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8:
+            raise InvalidRequest(
+                f"the image is {image.dtype} {image.shape}: accepted is uint8 [height, width, 3]"
+            )
+        size = (self.config.width, self.config.height)
+        pixels = torch.from_numpy(cv2.resize(image, size, interpolation=cv2.INTER_AREA))
+        with self.engine.lock:
+            return self.engine.codec.encode(pixels[None].to(self.engine.device))[0]
+
+    # The walk
+
+    def stream(self, chunks: int | None = None) -> Iterator[Chunk]:
+        """Step `chunks` times, or for ever."""
+        while chunks is None or chunks > 0:
+            yield self.step()
+            chunks = None if chunks is None else chunks - 1
+
+    def step(self) -> Chunk:
+        """Make the next chunk.
+
+        A step that fails leaves the session as it was before (but with `history_seconds=0` a ReCache
+        that had succeeded by then stays).
+
+        Raises:
+            PoolFull: there is no room for the chunk's K/V.
+            SessionClosed: after `close`.
+        """
+        self._expect_open()
+        watch = Stopwatch(self.engine.device)
+        start = perf_counter()
+        with self.engine.lock:
+            before, asked = self._state, (self._queue, self._pressed)
+            self._remember(watch)
+            try:
+                chunk = self._make_chunk(watch)
+            except BaseException:
+                self._restore(self._past[-1]) if self._past_size else self._set(before)
+                with self._queue_lock:
+                    self._queue = asked[0] + self._queue
+                    self._pressed = asked[1] | self._pressed
+                raise
+        ms, total = watch.ms, 1000 * (perf_counter() - start)
+        named = {name: ms.get(name, 0.0) for name in ("dit", "cache", "decode")}
+        named["dit"] -= ms.get("inside", 0.0)
+        named["cache"] += ms.get("inside", 0.0)
+        timing = Timing(**named, other=total - sum(named.values()), total=total)
+        return replace(chunk, timing=timing)
+
+    def _make_chunk(self, watch: Stopwatch) -> Chunk:
+        engine, config = self.engine, self.config
+        applied, recache, keys = self._apply()
+        if recache != "off":
+            with watch("dit"):
+                self._recache(recache)
+        state = self._state
+        actions = config.action(keys)[None].expand(config.chunk_frames, -1)
+        if state.frame == 0:
+            actions = torch.zeros_like(actions)  # nothing led to the first frame
+        with watch("cache"):
+            pending = self._table.chunk(config.chunk_frames)
+        with pending:
+            with watch("dit"):
+                history = engine.history(pending)
+                if state.frame == 0 and self._image is not None:
+                    latents = self._image[None].expand(config.chunk_frames, -1, -1, -1)
+                else:
+                    schedule = config.schedule if state.frame else config.first_schedule
+                    latents = engine.denoise(history, state.prompt, actions, self._draw, schedule)
+                engine.store(latents, history, state.prompt, actions)
+            with watch("cache"):
+                pending.commit()
+        watch.ms["inside"] = 1000 * history.seconds
+        with watch("decode"):
+            pixels, decoder = engine.codec.decode(latents, state.decoder)
+            frames = pixels.cpu().numpy()
+        keep = -config.window
+        self._state = replace(
+            state,
+            rng=self._generator.get_state(),
+            frame=state.frame + len(frames),
+            chunk=state.chunk + 1,
+            decoder=decoder,
+            latents=(*state.latents, *latents.unbind())[keep:],
+            actions=(*state.actions, *actions.unbind())[keep:],
+        )
+        return Chunk(state.chunk, state.frame, frames, pixels, Timing(), applied)
+
+    def _apply(self) -> tuple[tuple[Event, ...], Recache, frozenset[str]]:
+        """Take what was asked: the events, how to recache, and the keys of this chunk."""
+        with self._queue_lock:
+            queue, self._queue = self._queue, []
+            pressed, self._pressed = frozenset(self._pressed), set()
+        state, recache, events = self._state, "off", []
+        for id, kind, value in queue:
+            if kind == "act":
+                state = replace(state, keys=value)
+                value = sorted(value)
+            else:
+                text, how = value
+                if text != state.text and state.frame:
+                    recache = how
+                state = replace(state, text=text, prompt=self.engine.prompt(text))
+                value = {"text": text, "recache": how}
+            events.append(Event(id, kind, value, state.frame))
+        self._state = replace(state, track=(*state.track, *events))
+        return tuple(events), recache, state.keys | pressed
+
+    def _recache(self, how: Recache) -> None:
+        """Recompute the newest chunk, or all in view but the sink, under the text now in force."""
+        config, state = self.config, self._state
+        frames = config.chunk_frames
+        if how == "window":
+            frames = min(self._table.tail, max(frames, state.frame - config.sink))
+        latents = torch.stack(state.latents[-frames:])
+        actions = torch.stack(state.actions[-frames:])
+        with self._table.reopen(frames) as pending:
+            causal = config.chunk_frames if frames > config.chunk_frames else None
+            history = self.engine.history(pending, causal)
+            self.engine.store(latents, history, state.prompt, actions)
+            pending.commit()
+
+    def _draw(self, shape: tuple[int, ...]) -> Tensor:
+        noise = torch.randn(shape, generator=self._generator)
+        return noise.to(self.engine.device)
+
+    # Time travel
+
+    def mark(self) -> Mark:
+        """This moment, to `rewind` to at any later time; costs no K/V bytes."""
+        self._expect_open()
+        return Mark(self._state, self._table.snapshot())
+
+    def fork(self) -> Session:
+        """A second session with the same past; both go their own way. Costs no K/V bytes.
+
+        Raises:
+            SessionClosed: after `close`.
+        """
+        self._expect_open()
+        twin = copy(self)
+        twin._generator = torch.Generator()
+        twin._generator.set_state(self._state.rng)
+        twin._table = self._table.fork()
+        twin._past = deque(Mark(m._state, m._snapshot.copy()) for m in self._past)
+        twin._queue_lock = threading.Lock()
+        twin._queue, twin._pressed = [], set()
+        return twin
+
+    def rewind(
+        self,
+        to: Mark | None = None,
+        *,
+        seconds: float | None = None,
+        frames: int | None = None,
+    ) -> int:
+        """Go back to a mark, or by a time or a number of frames, to a chunk boundary.
+
+        Prompt, keys, generator, decoder and track go back too; what was asked and not yet applied
+        is dropped. Exactly one of the arguments is given. By `seconds` or `frames` it lands on the
+        newest boundary at least that far back, or on the oldest that is remembered.
+
+        Returns:
+            The frame that comes next.
+
+        Raises:
+            InvalidRequest: not exactly one argument, a negative one, or a released mark.
+            SessionClosed: after `close`.
+        """
+        self._expect_open()
+        if sum(x is not None for x in (to, seconds, frames)) != 1:
+            raise InvalidRequest("rewind takes exactly one of: a mark, seconds, frames")
+        if to is None:
+            back = frames if frames is not None else round((seconds or 0) * self.config.fps)
+            if back < 0:
+                raise InvalidRequest(f"rewind by {back} frames: accepted are 0 and more")
+            target = self._state.frame - back
+            if back == 0 or not self._past:
+                return self._state.frame
+            to = next((m for m in reversed(self._past) if m.frame <= target), self._past[0])
+        with self.engine.lock:
+            self._restore(to)
+        return self._state.frame
+
+    def _remember(self, watch: Stopwatch) -> None:
+        """Mark this boundary. A mark holds the frames that leave the window, so they get copied
+        out of the lane: without a history nothing is."""
+        if self._past_size:
+            with watch("cache"):
+                self._past.append(self.mark())
+                while len(self._past) > self._past_size:
+                    self._past.popleft().release()
+
+    def _set(self, state: _State) -> None:
+        self._state = state
+        self._generator.set_state(state.rng)
+        with self._queue_lock:
+            self._queue, self._pressed = [], set()
+
+    def _restore(self, mark: Mark) -> None:
+        self._table.rewind(mark._snapshot)
+        self._set(mark._state)
+        while self._past and self._past[-1].frame >= mark.frame:
+            self._past.pop().release()
+
+    def close(self) -> None:
+        """Give the K/V back. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            while self._past:
+                self._past.pop().release()
+            self._table.close()
+
+    def _expect_open(self) -> None:
+        if self._closed:
+            raise SessionClosed("the session was closed; open a new one with world.session(...)")
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
