@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -36,8 +37,8 @@ class ClientFrame:
 class Client:
     """One walk in a world served elsewhere; see `connect`."""
 
-    def __init__(self, socket: Any) -> None:
-        self._socket = socket
+    def __init__(self, socket: Any, timeout: float, opened: ExitStack) -> None:
+        self._socket, self._timeout, self._opened = socket, timeout, opened
         self._frames: deque[ClientFrame] = deque()
         self._seq = self._id = 0
         self._unacked: int | None = None
@@ -116,7 +117,7 @@ class Client:
 
     def close(self) -> None:
         """Leave."""
-        self._socket.close()
+        self._opened.close()
 
     def __enter__(self) -> Self:
         return self
@@ -132,12 +133,14 @@ class Client:
         except ConnectionClosed as closed:
             raise SessionClosed(f"the server closed the connection: {closed}") from None
 
-    def _receive(self) -> wire.ServerMessage | None:
+    def _receive(self, timeout: float | None = None) -> wire.ServerMessage | None:
         """Take one message; a frame goes to `_frames`. Raises InvalidRequest for an error."""
         from websockets.exceptions import ConnectionClosed
 
         try:
-            data = self._socket.recv()
+            data = self._socket.recv(timeout)
+        except TimeoutError:
+            raise SessionClosed(f"no answer within {timeout:g} s") from None
         except ConnectionClosed as closed:
             raise SessionClosed(f"the server closed the connection: {closed}") from None
         if isinstance(data, bytes):
@@ -156,15 +159,13 @@ class Client:
 
     def _wait(self, wanted: Callable[[wire.ServerMessage], bool]) -> wire.ServerMessage:
         while True:
-            message = self._receive()
+            message = self._receive(self._timeout)
             if message is not None and wanted(message):
                 return message
 
     def _ack(self, of: str, number: int | None = None) -> wire.Ack:
         found = self._wait(
-            lambda m: isinstance(m, wire.Ack)
-            and m.of == of
-            and (number is None or m.id == number)
+            lambda m: isinstance(m, wire.Ack) and m.of == of and (number is None or m.id == number)
         )
         assert isinstance(found, wire.Ack)
         return found
@@ -195,24 +196,32 @@ def connect(
         prompt, seed: of the walk; no seed means any.
         codec: "jpeg", or "png" and "rgb24", which lose nothing.
         credit: frames that may be under way at once.
-        timeout: seconds to wait for the connection.
+        timeout: seconds to wait for the connection and for an answer.
 
     Raises:
         InvalidRequest: the server refused; its message is in the text.
-        SessionClosed: no server answers there, or it closed the connection.
+        SessionClosed: no server answers there, in time, or it closed the connection.
     """
+    from websockets.exceptions import WebSocketException
     from websockets.sync.client import connect as open_socket
+    from websockets.typing import Subprotocol
 
     url = url.replace("http", "ws", 1) if url.startswith("http") else url
     if not url.endswith(wire.PATH):
         url = url.rstrip("/") + wire.PATH
+    opened = ExitStack()
     try:
-        socket = open_socket(
-            url, subprotocols=[wire.PROTOCOL], compression=None, open_timeout=timeout  # type: ignore[list-item]
+        socket = opened.enter_context(
+            open_socket(
+                url,
+                subprotocols=[Subprotocol(wire.PROTOCOL)],
+                compression=None,  # pictures are compressed already
+                open_timeout=timeout,
+            )
         )
-    except (OSError, TimeoutError) as error:
+    except (OSError, TimeoutError, WebSocketException) as error:
         raise SessionClosed(f"no server at {url}: {error}") from None
-    client = Client(socket)
+    client = Client(socket, timeout, opened)
     try:
         accept = wire.Accept(codecs=[codec])
         client._send(

@@ -14,6 +14,8 @@ from fastapi import FastAPI
 
 from streamgen.apps.images import fit_image
 from streamgen.apps.server import STATIC, Hub, page_options, script_json
+from streamgen.errors import StreamgenError
+from streamgen.weights import registry
 
 HELP = """
 **Walk** with W A S D or the arrows: forward and back, and *turn* left and right. Q and E step
@@ -85,7 +87,7 @@ def build(hub: Hub) -> Any:
                         label="Start from this picture", type="numpy", sources=["upload"],
                         height=220,
                     )  # fmt: skip
-            card = model_card(hub.world)
+            card = model_card(hub)
             if card:
                 gr.Markdown(card)
 
@@ -116,13 +118,13 @@ def player_script(hub: Hub) -> str:
     )
 
 
-def model_card(world: Any) -> str:
-    """The world's README.md without its front matter; empty if it has none."""
-    folder = getattr(world, "folder", None)
-    path = Path(folder) / "README.md" if folder else None
-    if path is None or not path.is_file():
+def model_card(hub: Hub) -> str:
+    """The README.md of the world's folder without its front matter; empty if it has none."""
+    try:
+        folder = Path(getattr(hub.world, "folder", None) or registry.resolve(hub.name))
+        text = (folder / "README.md").read_text(encoding="utf-8")
+    except (OSError, StreamgenError):
         return ""
-    text = path.read_text(encoding="utf-8")
     if text.startswith("---\n"):
         text = text.partition("\n---\n")[2]
     return text.strip()

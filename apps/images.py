@@ -64,8 +64,14 @@ def _check_size(data: bytes) -> None:
     """Look at the header only: the picture is not unpacked yet."""
     import av
 
-    kind = next((kind for magic, kind in _MAGIC.items() if data[8:].startswith(magic)
-                 or data.startswith(magic)), None)
+    kind = next(
+        (
+            kind
+            for magic, kind in _MAGIC.items()
+            if data[8:].startswith(magic) or data.startswith(magic)
+        ),
+        None,
+    )
     if kind is None:
         raise InvalidRequest(_NO_IMAGE)
     try:

@@ -10,13 +10,14 @@ import threading
 import time
 import webbrowser
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 from fastapi import FastAPI
 
 from streamgen.apps.server import Settings, create_app
 from streamgen.apps.worlds import as_world
-from streamgen.errors import PortInUse
+from streamgen.errors import MissingExtra, PortInUse
 
 
 def play(
@@ -47,11 +48,14 @@ def play(
     Raises:
         PortInUse: the port is taken (found before anything is loaded).
         UnknownModel, WeightsError: from loading.
+        InvalidRequest: the world can't take the prompt.
     """
     listener = listen(host, port)
     try:
         say("loading the world ...")
         world = as_world(world)
+        say("waking the world ...")
+        wake(world, prompt)
         token = token or os.environ.get("STREAMGEN_TOKEN")
         origins = os.environ.get("STREAMGEN_ALLOW_ORIGINS", "")
         settings = Settings(
@@ -71,6 +75,17 @@ def play(
         serve(app, listener, _opener(address) if open_browser and has_display() else None)
     finally:
         listener.close()
+
+
+def wake(world: Any, prompt: str | None = None) -> None:
+    """Make two chunks that nobody sees: what is slow only once is over before a visitor comes.
+
+    Raises:
+        InvalidRequest: the world can't take the prompt.
+    """
+    with world.session(**({} if prompt is None else {"prompt": prompt})) as session:
+        for _ in session.stream(chunks=2):
+            pass
 
 
 def build_app(
@@ -114,9 +129,7 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def serve(
-    app: FastAPI, listener: socket.socket, started: Callable[[], None] | None = None
-) -> None:
+def serve(app: FastAPI, listener: socket.socket, started: Callable[[], None] | None = None) -> None:
     """Run the app on a bound socket until Ctrl-C; `started` is called once it answers."""
     server = make_server(app)
     if started is not None:
@@ -134,13 +147,20 @@ def serve(
 
 
 def make_server(app: FastAPI) -> Any:
-    """The uvicorn server with the options that the stream needs."""
+    """The uvicorn server with the options that the stream needs.
+
+    Raises:
+        MissingExtra: without the websockets package uvicorn would answer every visit with 404.
+    """
     import uvicorn
+
+    if find_spec("websockets") is None:
+        raise MissingExtra("the stream needs the websockets package: pip install websockets")
 
     config = uvicorn.Config(
         app,
         log_level="warning",
-        ws="websockets-sansio",  # fails here and now if the websockets package is missing
+        ws="websockets-sansio",
         ws_max_size=4 * 1024 * 1024,
         ws_per_message_deflate=False,  # 2 ms of CPU for every frame, for nothing
         ws_ping_interval=20.0,

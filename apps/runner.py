@@ -1,8 +1,8 @@
 """The thread that lives one visitor's walk: it steps the session, encodes frames, obeys commands.
 
-All calls that change a session happen here, between two chunks, so that nothing needs a lock but
-the engine. `act` and `prompt` only queue, and may be called from outside. What the thread has to
-tell goes through `emit` as one ordered stream: messages, frames, `Cut`s.
+All calls to a session happen here, between two chunks, so that nothing needs a lock but the engine
+and the frame at which a request applies is known for certain. What the thread has to tell goes
+through `emit` as one ordered stream: messages, frames, `Cut`s.
 
 Where a frame number is on its way, three may differ: `session.frame` (made), the newest sent, and
 the one on the visitor's screen. Pause and rewind mean the last one.
@@ -84,7 +84,7 @@ class Runner(threading.Thread):
     Args:
         world: anything with `.config` and `.session(...)`.
         engine: held while the model works, so that visitors take turns.
-        emit: takes what happens, from this thread and from callers of `act` and `prompt`.
+        emit: takes what happens, in this thread.
         codec: how frames are encoded.
         limits: of the connection.
     """
@@ -122,29 +122,10 @@ class Runner(threading.Thread):
     # -- called from outside --------------------------------------------------------------------
 
     def submit(self, kind: str, *args: Any) -> None:
-        """Do start, reset, pause, resume, rewind, fork or switch between two chunks."""
+        """Do what `_{kind}` does between two chunks: start, reset, act, prompt, pause, ..."""
         method: Callable[..., None] = getattr(self, f"_{kind}")
         self._commands.put((kind, lambda: method(*args)))
         self._wake.set()
-
-    def act(self, message: wire.Action) -> None:
-        """Hold these keys. Raises InvalidRequest for a key the world does not have."""
-        if self._live is None:  # still waking: held from the first frame on
-            self._held, self._newest_seq = message.keys, message.seq
-            return
-        receipt: Receipt = self._live.session.act(keys=set(message.keys))
-        self._held, self._newest_seq = message.keys, message.seq
-        self._acts.append((receipt.applies_at_frame, message.seq))
-        self._emit(wire.Ack(of="action", id=message.seq, applies_at_frame=receipt.applies_at_frame))
-
-    def prompt(self, message: wire.Prompt) -> None:
-        """Show another text. Raises InvalidRequest for one the world can't take."""
-        receipt = self._line.session.prompt(message.text, recache=message.recache)
-        frame = receipt.applies_at_frame
-        self._asked = [*self._asked[-31:], (frame, message)]
-        self._emit(
-            wire.Ack(of="prompt", id=message.id, applies_at_frame=frame, prompt=message.text)
-        )
 
     def stall(self, stalled: bool) -> None:
         """Make nothing while the visitor takes nothing."""
@@ -190,6 +171,8 @@ class Runner(threading.Thread):
             except StreamgenError as error:
                 code = "invalid_request" if isinstance(error, InvalidRequest) else "refused"
                 self._emit(wire.Error(code=code, message=str(error), ref=kind))
+                if kind == "start" and isinstance(error, PoolFull):
+                    self._emit(wire.Bye(reason="full"))
 
     def _wait(self) -> float | None:
         if self._live is None or self.paused or self._stalled:
@@ -202,7 +185,11 @@ class Runner(threading.Thread):
         with self._engine:
             if self._ending:
                 return
-            chunk: Chunk = line.session.step()
+            try:
+                chunk: Chunk = line.session.step()
+            except PoolFull as error:
+                self._make_room(error)
+                return
         encoded = time.monotonic()
         while self._acts and self._acts[0][0] <= chunk.first_frame:
             self._seq = self._acts.popleft()[1]
@@ -217,8 +204,23 @@ class Runner(threading.Thread):
         keep = round((HISTORY_SECONDS + 1) * self._world.config.fps)
         while len(line.seen) > keep:
             line.seen.popleft()
-        for frame in list(line.seen)[: -4 * len(frames)]:
-            frame.pixels = None  # the encoded frame is enough to look at
+        old = len(line.seen) - 4 * len(frames)
+        for index in range(max(0, old - len(frames)), old):
+            line.seen[index].pixels = None  # the encoded frame is enough to look at
+
+    def _make_room(self, error: PoolFull) -> None:
+        """The oldest branch that nobody walks in is let go; without one, the walk is paused."""
+        parked = [line for line in self._lines.values() if line is not self._live]
+        if not parked:
+            message = f"paused, the world has no room to go on: {error}"
+            self._emit(wire.Error(code="full", message=message, retryable=True))
+            self._pause(None)
+            return
+        del self._lines[parked[0].id]
+        parked[0].session.close()
+        text = f"{parked[0].name} was let go: the world has no room for more"
+        self._emit(wire.Warn(code="full", message=text))
+        self._tell_branches()
 
     def _encode(self, line: Line, chunk: Chunk, total_ms: float) -> list[wire.Frame]:
         count, height, width = chunk.frames.shape[:3]
@@ -228,8 +230,15 @@ class Runner(threading.Thread):
             flags |= wire.Flag.CHUNK_START if index == 0 else wire.Flag(0)
             flags |= wire.Flag.CHUNK_END if index == count - 1 else wire.Flag(0)
             header = wire.Header(
-                self._codec, flags, line.id, chunk.first_frame + index, self._seq, 0,
-                total_ms / count, width, height,
+                self._codec,
+                flags,
+                line.id,
+                chunk.first_frame + index,
+                self._seq,
+                0,
+                total_ms / count,
+                width,
+                height,
             )
             frames.append(wire.Frame(header, encode_frame(pixels, self._codec), 0.0, pixels))
         return frames
@@ -270,9 +279,15 @@ class Runner(threading.Thread):
         config = self._world.config
         self._emit(
             wire.Started(
-                width=config.width, height=config.height, fps=config.fps,
-                codec=self._codec.name.lower(), chunk_frames=config.chunk_frames,
-                branch=self._live.id, frame=session.frame, prompt=session.text, seed=seed,
+                width=config.width,
+                height=config.height,
+                fps=config.fps,
+                codec=self._codec.name.lower(),
+                chunk_frames=config.chunk_frames,
+                branch=self._live.id,
+                frame=session.frame,
+                prompt=session.text,
+                seed=seed,
             )
         )
         self._tell_branches()
@@ -281,6 +296,20 @@ class Runner(threading.Thread):
         prompt = self._live.session.text if keep_prompt and self._live else walk.prompt
         seed = self._walk.seed if walk.seed is None else walk.seed
         self._start(Walk(prompt, seed, walk.image))
+
+    def _act(self, message: wire.Action) -> None:
+        receipt: Receipt = self._line.session.act(keys=set(message.keys))
+        self._held, self._newest_seq = message.keys, message.seq
+        self._acts.append((receipt.applies_at_frame, message.seq))
+        self._emit(wire.Ack(of="action", id=message.seq, applies_at_frame=receipt.applies_at_frame))
+
+    def _prompt(self, message: wire.Prompt) -> None:
+        receipt: Receipt = self._line.session.prompt(message.text, recache=message.recache)
+        frame = receipt.applies_at_frame
+        self._asked = [*self._asked[-31:], (frame, message)]
+        self._emit(
+            wire.Ack(of="prompt", id=message.id, applies_at_frame=frame, prompt=message.text)
+        )
 
     def _pause(self, shown: int | None) -> None:
         """Stop after the frame shown: the session goes back to the end of that frame's chunk.
@@ -301,7 +330,7 @@ class Runner(threading.Thread):
             self._rest = [f for f in line.seen if shown < f.header.frame < end]
             self._jump(shown)
             for _, message in waiting[-1:]:
-                self.prompt(message)  # asked for but not seen yet: still wanted
+                self._prompt(message)  # asked for but not seen yet: still wanted
         frame = line.session.frame
         self._emit(wire.Ack(of="pause", applies_at_frame=frame, shown=shown))
 
@@ -332,8 +361,9 @@ class Runner(threading.Thread):
     def _fork(self, name: str | None) -> None:
         old = self._line
         if len(self._lines) >= self._limits.branches:
-            raise InvalidRequest(f"{len(self._lines)} branches are kept, which is the most; reset "
-                                 "ends them")
+            raise InvalidRequest(
+                f"{len(self._lines)} branches are kept, which is the most; reset ends them"
+            )
         with self._engine:
             session = old.session.fork()
         new = self._add(old.id, name or f"branch {self._born}", session)
@@ -380,9 +410,12 @@ class Runner(threading.Thread):
         if cut:
             self._emit(Cut(shown))
             self._pacer.restart(time.monotonic())
+        session = self._line.session
+        frame = session.frame
+        if self._held or frame:
+            frame = session.act(keys=set(self._held)).applies_at_frame
         self._acts.clear()
-        receipt = self._line.session.act(keys=set(self._held))
-        self._acts.append((receipt.applies_at_frame, self._newest_seq))
+        self._acts.append((frame, self._newest_seq))
 
     def _look(self, of: str, number: int | None = None) -> None:
         """Show where the walk stands now, at once, and say so."""
@@ -393,7 +426,10 @@ class Runner(threading.Thread):
         self._jump(shown)
         self._emit(
             wire.Ack(
-                of=of, id=number, applies_at_frame=line.session.frame, shown=shown,
+                of=of,
+                id=number,
+                applies_at_frame=line.session.frame,
+                shown=shown,
                 prompt=line.session.text,
             )
         )
@@ -404,8 +440,12 @@ class Runner(threading.Thread):
     def _tell_branches(self) -> None:
         branches = [
             wire.Branch(
-                id=line.id, parent=line.parent, name=line.name, from_frame=line.from_frame,
-                frame=line.session.frame, prompt=line.session.text,
+                id=line.id,
+                parent=line.parent,
+                name=line.name,
+                from_frame=line.from_frame,
+                frame=line.session.frame,
+                prompt=line.session.text,
             )
             for line in self._lines.values()
         ]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import json
+import re
 import secrets
 import tempfile
 import threading
@@ -280,6 +281,7 @@ class Visit:
         self._blocked_since: float | None = None
         self._hz = 0.0
         self._closing: wire.Close | None = None
+        self._started: wire.Started | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -407,11 +409,11 @@ class Visit:
 
     def _command(self, runner: Runner, message: wire.ClientMessage) -> None:
         if isinstance(message, wire.Action):
-            runner.act(message)
+            runner.submit("act", message)
             self._heard.append((message.seq, time.monotonic()))
             self._log("act", sorted(message.keys))
         elif isinstance(message, wire.Prompt):
-            runner.prompt(message)
+            runner.submit("prompt", message)
             self._warn_words(message.text)
             self._log("prompt", message.text)
         elif isinstance(message, wire.Pause):
@@ -475,7 +477,11 @@ class Visit:
             if isinstance(item, wire.Ack) and item.of in ("rewind", "switch", "pause"):
                 self._log(item.of, item.applies_at_frame)
             if isinstance(item, wire.Bye):
-                self._closing = wire.Close.INTERNAL
+                full = item.reason == "full"
+                self._closing = wire.Close.FULL if full else wire.Close.INTERNAL
+            if isinstance(item, wire.Started):
+                self._started = item
+                self._log("start", {"prompt": item.prompt, "seed": item.seed})
             self._texts.append(item.to_json())
         self._ready.set()
 
@@ -551,7 +557,16 @@ class Visit:
         if on and self._recorder is None:
             config = self.hub.world.config
             self._recording, path = self.hub.new_recording()
-            header = {"model": self.hub.name, "fps": config.fps, "version": __version__}
+            header = {
+                "model": self.hub.name,
+                "prompt": self._started.prompt if self._started else "",
+                "seed": self._started.seed if self._started else None,
+                "fps": config.fps,
+                "width": config.width,
+                "height": config.height,
+                "chunk_frames": config.chunk_frames,
+                "version": __version__,
+            }
             make = lambda: Recorder(  # noqa: E731
                 path, width=config.width, height=config.height, fps=config.fps, header=header
             )
@@ -595,5 +610,5 @@ class Visit:
 def unknown_words(text: str, vocabulary: tuple[str, ...]) -> list[str]:
     """The words of a prompt that a world does not know; none if it has no vocabulary."""
     known = {word.lower() for word in vocabulary}
-    words = "".join(c if c.isalnum() or c in "'-" else " " for c in text.lower()).split()
+    words = re.findall(r"[^\W\d_]+", text.lower())
     return list(dict.fromkeys(word for word in words if word not in known)) if known else []

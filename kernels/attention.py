@@ -1,4 +1,4 @@
-"""Dense attention over cached keys and values: one signature, the fastest backend that can run here.
+"""Dense attention over cached keys and values: one signature, the fastest backend there is.
 
 Axes: B batch, T query tokens, U key tokens, H query heads, G key heads, D head width.
 """

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def attend(q_BTHD: Tensor, k_BUGD: Tensor, v_BUGD: Tensor, mask_TU: Tensor | None = None) -> Tensor:
-    """Softmax attention written out in float64; the signature of `streamgen.kernels.attention.attend`."""
+    """Softmax attention written out in float64; the signature of `kernels.attention.attend`."""
     group = q_BTHD.shape[2] // k_BUGD.shape[2]
     q, k, v = (x.double() for x in (q_BTHD, k_BUGD, v_BUGD))
     k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))

@@ -94,7 +94,9 @@ class WorldPipeline:
         codec = FrameCodec.from_folder(folder / "vae")
         for part in (dit, text, codec):
             part.eval().requires_grad_(False).to(where)
-        dit.to(kind), text.to(kind), codec.vae.to(kind)
+        dit.to(kind)
+        text.to(kind)
+        codec.cast(kind)
         past = round(max_sessions * history_seconds * config.fps)
         return cls(Engine(dit, text, codec, config, max_sessions, past), folder.name)
 

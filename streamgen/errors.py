@@ -1,13 +1,13 @@
-"""One tree of errors. A caller's mistake is one of these, in one sentence; `assert` is for our own invariants.
+"""One tree of errors: a caller's mistake is one of these, in one sentence.
 
-    StreamgenError
-    ├── InvalidRequest    a value the caller passed is not accepted (also a ValueError)
-    ├── UnknownModel      no packaged model, folder or hub id of that name
-    ├── WeightsError      files are missing, damaged or of another shape
-    ├── PoolFull          the KV pool has no free blocks left
-    ├── SessionClosed     a session was used after close()
-    ├── MissingExtra      an optional package is not installed
-    └── PortInUse         the server's port is taken
+StreamgenError
+├── InvalidRequest    a value the caller passed is not accepted (also a ValueError)
+├── UnknownModel      no packaged model, folder or hub id of that name
+├── WeightsError      files are missing, damaged or of another shape
+├── PoolFull          the KV pool has no free blocks left
+├── SessionClosed     a session was used after close()
+├── MissingExtra      an optional package is not installed
+└── PortInUse         the server's port is taken
 """
 
 

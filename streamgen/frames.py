@@ -1,4 +1,4 @@
-"""What crosses the border between a session and its user: pixels with an index, and what shaped them.
+"""What crosses the border between a session and its user: pixels, and what shaped them.
 
 Pixels are uint8 `[F, H, W, 3]` (frames, height, width, RGB) everywhere outside the models.
 """
@@ -13,7 +13,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Receipt:
-    """The answer to `act` or `prompt`: frame `applies_at_frame` is the first that can contain it."""
+    """The answer to `act` or `prompt`: `applies_at_frame` is the first frame to contain it."""
 
     id: int
     kind: str
@@ -36,7 +36,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds spent on one chunk, by stage; `other` is what the named stages leave of `total`."""
+    """Milliseconds spent on one chunk, by stage; `other` is what these leave of `total`."""
 
     dit: float = 0.0
     cache: float = 0.0

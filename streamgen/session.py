@@ -208,8 +208,8 @@ class Session:
     def step(self) -> Chunk:
         """Make the next chunk.
 
-        A step that fails leaves the session as it was before (but with `history_seconds=0` a ReCache
-        that had succeeded by then stays).
+        A step that fails leaves the session as it was before (but with `history_seconds=0` a
+        ReCache that had succeeded by then stays).
 
         Raises:
             PoolFull: there is no room for the chunk's K/V.

@@ -122,7 +122,7 @@ class FakeSession:
     def prompt(self, text: str, recache: str = "last_chunk") -> Receipt:
         """Show this text from the next chunk on."""
         self._check(text)
-        return self._ask("prompt", text)
+        return self._ask("prompt", {"text": text, "recache": recache})
 
     def _check(self, text: str) -> None:
         if len(text.split()) > self.world.config.max_words:
@@ -158,7 +158,7 @@ class FakeSession:
         state, held = self._state, set(self._state.keys)
         for event in applied:
             if event.kind == "prompt":
-                state = replace(state, text=event.value)
+                state = replace(state, text=event.value["text"])
             else:
                 held |= event.value  # a press and release in one chunk is one pulse
                 state = replace(state, keys=event.value)

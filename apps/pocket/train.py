@@ -9,7 +9,8 @@ in the walk, as a sink does. Weights train in bfloat16 under a float32 master co
 blocks with Muon, the rest with AdamW; an exponential average is what ships.
 
 The schedule counts minutes of training, not steps, so that a slow machine ends in time; a stopped
-run resumes from its last checkpoint.
+run resumes from its last checkpoint. Workers are processes of one thread each that average their
+gradients: on two busy cores that is more than twice as fast as one process of two threads.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from streamgen.apps.pocket.data import Clip, Clips
@@ -55,7 +58,7 @@ LATENT_HW = (12, 16)
 class Recipe:
     """What can be turned. Rates are for the bf16 weights' float32 master copy."""
 
-    batch: int = 6
+    batch: int = 3  # clips a worker
     frames: int = 16
     chunk: int = 2
     rate: float = 2e-3
@@ -94,9 +97,9 @@ def mix(x0: Tensor, noise: Tensor, level_BF: Tensor) -> Tensor:
 class Trainer:
     """One model, its optimisers and averages, and the clock of its schedule."""
 
-    def __init__(self, recipe: Recipe, clips: Clips) -> None:
+    def __init__(self, recipe: Recipe, clips: Clips, worker: int = 0) -> None:
         torch.manual_seed(recipe.seed)
-        self.recipe, self.clips = recipe, clips
+        self.recipe, self.clips, self.worker = recipe, clips, worker
         self.rng = np.random.default_rng(recipe.seed)
         self.master = PocketWorld()
         self.model = PocketWorld().bfloat16()
@@ -140,7 +143,10 @@ class Trainer:
 
     def step(self, progress: float) -> tuple[float, float]:
         """One step of training; returns the loss and the x0 error where the noise is above 0.5."""
-        recipe, rng = self.recipe, self.rng
+        recipe = self.recipe
+        seed = (recipe.seed, self.step_count, self.worker)
+        self.rng = rng = np.random.default_rng(seed)
+        torch.manual_seed(int(rng.integers(2**62)))
         clip = self.clips.sample(rng, recipe.batch, recipe.frames, recipe.chunk)
         for texts in clip["prompts"]:
             texts[:] = [t if rng.random() > recipe.no_prompt else "" for t in texts]
@@ -178,8 +184,14 @@ class Trainer:
         recipe = self.recipe
         ramp = min(1.0, (self.step_count + 1) / recipe.warmup_steps)
         decay = min(1.0, max(0.0, (1.0 - progress) / 0.6))  # constant, then linear to zero
-        for low, high in zip(self.model.parameters(), self.master.parameters(), strict=True):
-            high.grad = low.grad.float()
+        flat = torch.cat([low.grad.float().flatten() for low in self.model.parameters()])
+        if dist.is_initialized():
+            dist.all_reduce(flat)
+            flat /= dist.get_world_size()
+        high = list(self.master.parameters())
+        for p, grad in zip(high, flat.split([p.numel() for p in high]), strict=True):
+            p.grad = grad.view_as(p)
+        for low in self.model.parameters():
             low.grad = None
         nn.utils.clip_grad_norm_(self.master.parameters(), 1.0)
         for optimiser in self.optimisers:
@@ -200,8 +212,6 @@ class Trainer:
             "optimisers": [o.state_dict() for o in self.optimisers],
             "step": self.step_count,
             "seconds": self.seconds,
-            "rng": json.dumps(self.rng.bit_generator.state),
-            "torch_rng": torch.get_rng_state(),
         }
         torch.save(state, path.with_suffix(".tmp"))
         os.replace(path.with_suffix(".tmp"), path)
@@ -214,8 +224,6 @@ class Trainer:
         for optimiser, saved in zip(self.optimisers, state["optimisers"], strict=True):
             optimiser.load_state_dict(saved)
         self.step_count, self.seconds = state["step"], state["seconds"]
-        self.rng.bit_generator.state = json.loads(state["rng"])
-        torch.set_rng_state(state["torch_rng"])
         self._push()
 
 
@@ -225,34 +233,52 @@ def run(trainer: Trainer, minutes: float) -> Iterator[tuple[int, float, float, f
         start = time.monotonic()
         loss, error = trainer.step(trainer.seconds / (60 * minutes))
         trainer.seconds += time.monotonic() - start
+        if dist.is_initialized():  # all workers must agree on when to stop
+            clock = torch.tensor(trainer.seconds, dtype=torch.float64)
+            dist.broadcast(clock, src=0)
+            trainer.seconds = clock.item()
         yield trainer.step_count, trainer.seconds / 60, loss, error
 
 
+def work(worker: int, workers: int, args: argparse.Namespace) -> None:
+    """One worker's whole run; the first of them logs and saves."""
+    torch.set_num_threads(1 if workers > 1 else torch.get_num_threads())
+    if workers > 1:
+        meeting = (args.data / "workers").resolve().as_uri()
+        dist.init_process_group("gloo", meeting, rank=worker, world_size=workers)
+    trainer = Trainer(Recipe(rate=args.rate), Clips(args.data), worker)
+    checkpoint = args.data / "train.pt"
+    if checkpoint.exists():
+        trainer.load(checkpoint)
+    if worker == 0:
+        print(json.dumps({"recipe": asdict(trainer.recipe), "config": asdict(CONFIG)}), flush=True)
+    losses: list[tuple[float, float]] = []
+    for step, minute, loss, error in run(trainer, args.minutes):
+        losses.append((loss, error))
+        if worker == 0 and step % 50 == 0:
+            mean = np.nanmean(losses, axis=0)
+            print(
+                f"step {step}  {minute:.1f} min  loss {mean[0]:.4f}  x0 {mean[1]:.4f}", flush=True
+            )
+            losses.clear()
+        if worker == 0 and step % 100 == 0:
+            trainer.save(checkpoint)
+    if worker == 0:
+        trainer.save(checkpoint)
+
+
 def main() -> None:
+    """Command line; see the module's text."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--data", type=Path, default=Path("pocket-data"))
     parser.add_argument("--minutes", type=float, default=120.0)
     parser.add_argument("--rate", type=float, default=Recipe.rate)
+    parser.add_argument("--workers", type=int, default=2)
     args = parser.parse_args()
-    trainer = Trainer(Recipe(rate=args.rate), Clips(args.data))
-    checkpoint = args.data / "train.pt"
-    if checkpoint.exists():
-        trainer.load(checkpoint)
-    print(json.dumps({"recipe": asdict(trainer.recipe), "config": asdict(CONFIG)}), flush=True)
-    losses: list[tuple[float, float]] = []
-    for step, minute, loss, error in run(trainer, args.minutes):
-        losses.append((loss, error))
-        if step % 50 == 0:
-            mean = np.nanmean(losses, axis=0)
-            print(
-                f"step {step}  {minute:.1f} min  loss {mean[0]:.4f}  x0 {mean[1]:.4f}", flush=True
-            )
-            losses.clear()
-        if step % 100 == 0:
-            trainer.save(checkpoint)
-    trainer.save(checkpoint)
+    (args.data / "workers").unlink(missing_ok=True)
+    mp.spawn(work, (args.workers, args), nprocs=args.workers)
 
 
 if __name__ == "__main__":

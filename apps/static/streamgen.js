@@ -37,6 +37,7 @@ function mountStreamgen(root, options) {
     sent: [],      // types of the last messages, for tests and curious people
   };
   const held = new Set();       // codes and chips that are down
+  const kept = new Map();       // branch -> its prompts, while another one is live
   const sentAt = new Map();     // action seq -> when the key went down
   const latencies = [], gaps = [], drawTimes = [];
   let socket = null, tries = 0, epoch = 0, pending = null, last = null, frozen = false;
@@ -129,6 +130,7 @@ function mountStreamgen(root, options) {
     if (tries > 0) toast("connected again: the same seed, from its first frame");
     tries = 0;
     jump();
+    kept.clear();
     state.frame = null;
     state.prompt = message.prompt;
     state.seed = message.seed;
@@ -150,23 +152,26 @@ function mountStreamgen(root, options) {
       caption("paused at frame " + (message.shown ?? state.frame));
     } else if (message.of === "resume") {
       setPaused(false);
-    } else if (message.of === "rewind" || message.of === "switch") {
+    } else if (message.of === "rewind") {
       jump();
-      // a rewound walk has its old words again
-      state.prompts = state.prompts.filter((p) => p.frame < message.applies_at_frame);
-      if (message.prompt && message.prompt !== state.prompt) {
-        state.prompt = message.prompt;
-        if (message.of === "switch") state.prompts = [];
-        if (!state.prompts.some((p) => p.text === message.prompt)) {
-          state.prompts.push({ id: 0, text: message.prompt, frame: message.applies_at_frame, applied: false });
-        }
-      }
-      showPrompts();
-      caption(message.of === "rewind" ? "rewound to frame " + message.applies_at_frame
-        : "back in this branch at frame " + message.applies_at_frame);
+      backTo(message, state.prompts);
+      caption("rewound to frame " + message.applies_at_frame);
+    } else if (message.of === "switch") {
+      jump();
+      kept.set(state.branch, state.prompts);
+      backTo(message, kept.get(message.id) || []);
+      caption("back in this branch at frame " + message.applies_at_frame);
     } else if (message.of === "fork") {
+      kept.set(state.branch, state.prompts.map((entry) => ({ ...entry })));
       caption("a new branch from frame " + message.applies_at_frame);
     }
+  }
+
+  /** The walk stands at an earlier frame or in another branch, and has the words it had there. */
+  function backTo(message, prompts) {
+    state.prompts = prompts.filter((entry) => entry.frame < message.applies_at_frame || entry.frame === 0);
+    state.prompt = message.prompt || state.prompt;
+    showPrompts();
   }
 
   function onBranch(message) {
@@ -439,6 +444,7 @@ function mountStreamgen(root, options) {
 
   function keyChip(code, label) {
     const chip = make("span", "sg-key", label);
+    chip.title = { w: "forward", s: "back", a: "turn left", d: "turn right", q: "step left", e: "step right" }[KEY_OF_CODE[code]];
     chip.dataset.code = code;
     chip.dataset.on = "false";
     chip.onpointerdown = (event) => {
@@ -538,12 +544,12 @@ function mountStreamgen(root, options) {
     page.seed.min = "0";
     page.seed.setAttribute("aria-label", "Seed");
     page.seed.onkeydown = (event) => { if (event.key === "Enter") { reset(); refocus(); } };
-    const again = make("button", "sg-go", "Start again");
+    const again = make("button", "sg-go", "Restart");
     again.type = "button";
     again.onclick = () => { reset(); refocus(); };
-    const dice = make("button", "sg-go sg-dice", "New");
+    const dice = make("button", "sg-go sg-dice", "New seed");
     dice.type = "button";
-    dice.title = "another seed";
+    again.title = "from the first frame, with this seed";
     dice.onclick = () => { reset({ seed: Math.floor(Math.random() * 1e6) }); refocus(); };
     const seedRow = make("div", "sg-row");
     seedRow.append(page.seed, again, dice);
@@ -679,12 +685,13 @@ function mountStreamgen(root, options) {
   function drawSpark() {
     const pen = ui.spark.getContext("2d"), width = ui.spark.width, height = ui.spark.height;
     pen.clearRect(0, 0, width, height);
-    const top = Math.max(60, ...gaps, ...latencies) * 1.1;
+    const sorted = [...gaps, ...latencies].sort((a, b) => a - b); // one slow moment must not flatten the rest
+    const top = Math.max(60, sorted[Math.floor(sorted.length * 0.95)] || 0) * 1.15;
     const line = (values, slots, color) => {
       pen.beginPath();
       values.forEach((value, index) => {
         const x = (slots - values.length + index) / (slots - 1) * (width - 8) + 4;
-        const y = height - 4 - value / top * (height - 8);
+        const y = height - 4 - Math.min(value / top, 1) * (height - 8);
         if (index) pen.lineTo(x, y); else pen.moveTo(x, y);
       });
       pen.strokeStyle = color;

@@ -1,13 +1,14 @@
 """What a transformer's attention sees at run time: a cache chunk with positions, and a text.
 
-`CachedHistory` joins the cache core (which slots) to rotary positions (where in time) for one chunk:
-it rotates, writes and reads, so the model knows of neither. Build one per chunk and use it for every
-denoising step and for the clean pass.
+`CachedHistory` joins the cache core (which slots) to rotary positions (where in time) for one
+chunk: it rotates, writes and reads, so the model knows of neither. Build one per chunk and use it
+for every denoising step and for the clean pass.
 
 Position policies:
-    absolute      a key is stored rotated at its frame number and never touched again (Self-Forcing)
-    sliding_sink  as absolute, but the sink keeps its distance: it is rotated from raw keys, once per
-                  chunk, to where it stands just before the window (LongLive's window-relative
+    absolute      a key is stored rotated at its frame number and never touched again
+                  (Self-Forcing)
+    sliding_sink  as absolute, but the sink keeps its distance: once per chunk it is rotated from
+                  raw keys to where it stands just before the window (LongLive's window-relative
                   positions: only differences count, so moving the sink equals moving all else)
 
 Axes: N tokens of the chunk, T tokens in view, H heads, D head width.
@@ -63,7 +64,9 @@ class CachedHistory:
         """Rotate the committed sink's raw keys to frames `first`, `first + 1`, ..."""
         start = perf_counter()
         frames = self.chunk.shadow(0).shape[0] // (grid[0] * grid[1])
-        turn = rotation(range(first, first + frames), grid, 2 * self.turn.shape[1], self.turn.device)
+        turn = rotation(
+            range(first, first + frames), grid, 2 * self.turn.shape[1], self.turn.device
+        )
         for layer in range(self.chunk.num_layers):
             raw = self.chunk.sink(layer)[0]
             self.chunk.shadow(layer).copy_(rotate(raw[None], turn)[0])

@@ -36,7 +36,8 @@ class WordEncoder(nn.Module):
         known = [word for word in words if word in self._row]
         if len(known) > self.max_words:
             raise InvalidRequest(
-                f"the prompt has {len(known)} words of the vocabulary, accepted are {self.max_words}"
+                f"the prompt has {len(known)} words of the vocabulary; accepted are up to "
+                f"{self.max_words}"
             )
         return known, [word for word in words if word not in self._row]
 
@@ -46,6 +47,8 @@ class WordEncoder(nn.Module):
         rows = [[self._row[word] for word in words] for words in known]
         blank = [[0] * (self.max_words - len(row)) for row in rows]
         index = torch.tensor([r + b for r, b in zip(rows, blank, strict=True)])
-        filled = torch.tensor([[1.0] * len(r) + [0.0] * len(b) for r, b in zip(rows, blank, strict=True)])
+        filled = torch.tensor(
+            [[1.0] * len(r) + [0.0] * len(b) for r, b in zip(rows, blank, strict=True)]
+        )
         weight = self.embedding.weight
         return self.embedding(index.to(weight.device)) * filled.to(weight)[..., None]

@@ -43,6 +43,10 @@ class FrameCodec(nn.Module):
         """The dtype of the weights."""
         return next(self.vae.parameters()).dtype
 
+    def cast(self, dtype: torch.dtype) -> None:
+        """Run the autoencoder in `dtype`; the statistics stay in float32."""
+        nn.Module.to(self.vae, dtype=dtype)  # diffusers' own `to` warns without a reason here
+
     @torch.inference_mode()
     def decode(self, latents_FCYX: Tensor, state: None = None) -> tuple[Tensor, None]:
         """Pixels uint8 `[F, H, W, 3]` on the latents' device."""

@@ -172,9 +172,7 @@ class _Block(nn.Module):
         y = history.attend(self.layer, self.self_attn.query(y_BNE), k, v)
         if store_only:  # the last layer of a pass whose output nobody reads
             return x_BFSE
-        x_BFSE = torch.addcmul(
-            x_BFSE, gate1, self.self_attn.o(y.flatten(2)).unflatten(1, frames)
-        )
+        x_BFSE = torch.addcmul(x_BFSE, gate1, self.self_attn.o(y.flatten(2)).unflatten(1, frames))
         q = self.cross_attn.query(self.norm3(x_BFSE).flatten(1, 2))
         y = prompt.attend(self.layer, q)
         x_BFSE = x_BFSE + self.cross_attn.o(y.flatten(2)).unflatten(1, frames)
@@ -224,9 +222,11 @@ class WanModel(nn.Module):
         return self.patch_embedding.weight.dtype
 
     def encode_prompt(self, text_BLT: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Every layer's cross-attention keys and values `[B, L, H, D]` of a text `[B, L, text_dim]`.
+        """Every layer's cross-attention keys and values, each `[B, L, H, D]`, of a text.
 
-        All L rows are attended: Wan pads with zero rows and does not mask them.
+        Args:
+            text_BLT: `[B, L, text_dim]`; all L rows are attended, since Wan pads with zero rows
+                and does not mask them.
         """
         text_BLE = self.text_embedding(text_BLT.to(self.dtype))
         return [block.cross_attn.keys_values(text_BLE) for block in self.blocks]

@@ -96,8 +96,9 @@ class Gate:
     def _too_many(self) -> Refusal | None:
         rate = self.limits.messages_per_second
         self._denied += 1
-        error = Error(code="rate_limited", message=f"at most {rate} messages a second",
-                      retryable=True)
+        error = Error(
+            code="rate_limited", message=f"at most {rate} messages a second", retryable=True
+        )
         if self._denied > 2 * rate:
             return Refusal(error, Close.TOO_MANY_MESSAGES)
         return Refusal(error) if self._denied == 1 else None
@@ -105,8 +106,9 @@ class Gate:
     def _refuse(self, code: str, message: str, ref: str | None = None) -> Refusal:
         self._bad += 1
         fatal = self.phase == "hello" or self._bad >= self.limits.bad_messages
-        return Refusal(Error(code=code, message=message, ref=ref),
-                       Close.BAD_MESSAGE if fatal else None)
+        return Refusal(
+            Error(code=code, message=message, ref=ref), Close.BAD_MESSAGE if fatal else None
+        )
 
     def _check(self, message: ClientMessage) -> Refusal | None:
         if self.phase == "hello":
@@ -121,8 +123,9 @@ class Gate:
                 return self._refuse("out_of_order", "already started; use reset", kind)
         if isinstance(message, Action):
             if message.seq <= self._seq:
-                return self._refuse("bad_seq", f"seq {message.seq} does not rise above "
-                                    f"{self._seq}", kind)
+                return self._refuse(
+                    "bad_seq", f"seq {message.seq} does not rise above {self._seq}", kind
+                )
             self._seq = message.seq
         if refusal := self._check_text(message):
             return refusal
@@ -135,19 +138,25 @@ class Gate:
             return self._refuse("out_of_order", "the first message is hello", message.type)
         if message.version != VERSION:
             text = f"this server speaks version {VERSION}, not {message.version}"
-            return Refusal(Error(code="wrong_version", message=text, ref="hello"),
-                           Close.WRONG_VERSION)
+            return Refusal(
+                Error(code="wrong_version", message=text, ref="hello"), Close.WRONG_VERSION
+            )
         given = (message.token or "").encode()
         if self.token is not None and not hmac.compare_digest(given, self.token.encode()):
             text = "the token is wrong or missing; the server printed it at its start"
-            return Refusal(Error(code="unauthorized", message=text, ref="hello"),
-                           Close.UNAUTHORIZED)
+            return Refusal(
+                Error(code="unauthorized", message=text, ref="hello"), Close.UNAUTHORIZED
+            )
         self.phase = "start"
         return None
 
     def _check_text(self, message: ClientMessage) -> Refusal | None:
         text = getattr(message, "text", None) or getattr(message, "prompt", None) or ""
         if len(text) > self.limits.prompt_chars:
-            return self._refuse("too_long", f"a prompt has at most {self.limits.prompt_chars} "
-                                f"characters, this one has {len(text)}", message.type)
+            return self._refuse(
+                "too_long",
+                f"a prompt has at most {self.limits.prompt_chars} "
+                f"characters, this one has {len(text)}",
+                message.type,
+            )
         return None

@@ -176,8 +176,20 @@ class Bye(_Message):
 
 
 ClientMessage = (
-    Hello | Start | Action | Prompt | Reset | Pause | Resume | Rewind | Fork | Switch | Record
-    | FrameAck | StatsRequest | Bye
+    Hello
+    | Start
+    | Action
+    | Prompt
+    | Reset
+    | Pause
+    | Resume
+    | Rewind
+    | Fork
+    | Switch
+    | Record
+    | FrameAck
+    | StatsRequest
+    | Bye
 )
 
 
@@ -334,9 +346,9 @@ def _one_line(error: ValidationError) -> str:
         context = first["ctx"]
         tags = context["expected_tags"].replace("'", "")
         return f"unknown message type {context['tag']!r}; accepted: {tags}"
-    if first["type"] == "union_tag_not_found":
-        return 'a message is a JSON object with a "type"'
     if first["type"] == "json_invalid":
         return f"not JSON: {first['ctx']['error']}"
+    if not first["loc"]:
+        return 'a message is a JSON object with a "type"'
     where = ".".join(str(part) for part in first["loc"])
     return f"{where}: {first['msg'].removeprefix('Value error, ')}"

@@ -1,7 +1,7 @@
-"""The public reference codes' own results on small random weights, reproduced from the files alone.
+"""The public reference codes' results on small random weights, reproduced from the files alone.
 
-`STREAMGEN_GOLDEN` names the folder (default `../shared/parity`). Each file carries its configuration
-in the metadata key `meta`; a file of a form this module does not know is skipped with its name.
+`STREAMGEN_GOLDEN` names the folder (default `../shared/parity`). Each file carries its
+configuration in the metadata key `meta`; files of forms that no test here knows are left alone.
 """
 
 from __future__ import annotations
@@ -101,8 +101,12 @@ class Golden:
         sliding = self.positions == "sliding_sink"
         return CachedHistory(chunk, self.grid, self.window if sliding else None)
 
-    def run(self, x_BCFYX: Tensor, t: float, history: CachedHistory, prompt: CachedPrompt) -> Tensor:
-        return self.model(x_BCFYX, torch.full(x_BCFYX.shape[:1] + x_BCFYX.shape[2:3], t), history, prompt)
+    def run(
+        self, x_BCFYX: Tensor, t: float, history: CachedHistory, prompt: CachedPrompt
+    ) -> Tensor:
+        return self.model(
+            x_BCFYX, torch.full(x_BCFYX.shape[:1] + x_BCFYX.shape[2:3], t), history, prompt
+        )
 
     def commit(self, x_BCFYX: Tensor, prompt: CachedPrompt) -> None:
         with self.table.chunk(x_BCFYX.shape[2]) as chunk:
