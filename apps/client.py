@@ -245,7 +245,7 @@ def decode_frame(data: bytes) -> ClientFrame:
     header, payload = wire.read_frame(data)
     raw = np.frombuffer(payload, np.uint8)
     if header.codec == wire.Codec.RGB24:
-        pixels = raw.reshape(header.height, header.width, 3)
+        pixels: np.ndarray = raw.reshape(header.height, header.width, 3)
     else:
         import cv2
 

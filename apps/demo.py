@@ -12,8 +12,9 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from streamgen.apps.hub import Hub
 from streamgen.apps.images import fit_image
-from streamgen.apps.server import STATIC, Hub, page_options, script_json
+from streamgen.apps.server import STATIC, page_options, script_json
 from streamgen.errors import StreamgenError
 from streamgen.weights import registry
 
@@ -28,6 +29,9 @@ chunk of frames, and the list tells you at which frame that was.
 The same seed with the same keys and prompts gives the same frames. **Record** writes an mp4 beside
 the picture without slowing it down. Two tabs are two walks.
 """
+
+# Before any script has run the page is dark already.
+HEAD = '<meta name="color-scheme" content="dark"><style>html, body { background: #0b0d10; }</style>'
 
 CSS = """
 .gradio-container, .gradio-container > .main, body, gradio-app { background: #0b0d10 !important; }
@@ -48,11 +52,12 @@ def mount(app: FastAPI) -> FastAPI:
 
     hub: Hub = app.state.hub
     css = (STATIC / "streamgen.css").read_text(encoding="utf-8") + CSS
-    return gr.mount_gradio_app(
+    mounted: FastAPI = gr.mount_gradio_app(
         app,
         build(hub),
         path="/",
         css=css,
+        head=HEAD,
         js="() => document.body.classList.add('dark')",
         theme=gr.themes.Base(
             font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]
@@ -61,6 +66,7 @@ def mount(app: FastAPI) -> FastAPI:
         run_history=False,
         show_error=True,
     )
+    return mounted
 
 
 def build(hub: Hub) -> Any:

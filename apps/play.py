@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import socket
 import sys
 import threading
@@ -15,7 +16,8 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from streamgen.apps.server import Settings, create_app
+from streamgen.apps.hub import Settings
+from streamgen.apps.server import create_app
 from streamgen.apps.worlds import as_world
 from streamgen.errors import MissingExtra, PortInUse
 
@@ -56,11 +58,11 @@ def play(
         world = as_world(world)
         say("waking the world ...")
         wake(world, prompt)
-        token = token or os.environ.get("STREAMGEN_TOKEN")
+        token = token or os.environ.get("STREAMGEN_TOKEN") or secrets.token_urlsafe(24)
         origins = os.environ.get("STREAMGEN_ALLOW_ORIGINS", "")
         settings = Settings(
             host=host,
-            **({"token": token} if token else {}),
+            token=token,
             max_sessions=max_sessions or int(getattr(world, "max_sessions", None) or 4),
             allow_origins=tuple(part.strip() for part in origins.split(",") if part.strip()),
             prompt=prompt,

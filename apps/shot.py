@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from streamgen.apps.doctor import find_chromium
+from streamgen.apps.hub import Settings
 from streamgen.apps.play import build_app, listen, make_server, page_address
-from streamgen.apps.server import Settings
 from streamgen.apps.worlds import as_world
 from streamgen.errors import MissingExtra, StreamgenError
 

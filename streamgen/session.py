@@ -263,17 +263,58 @@ class Session:
         with watch("decode"):
             pixels, decoder = engine.codec.decode(latents, state.decoder)
             frames = pixels.cpu().numpy()
-        keep = -config.window
+        self._advance(latents, actions, decoder, len(frames))
+        return Chunk(state.chunk, state.frame, frames, pixels, Timing(), applied)
+
+    def _advance(self, latents: Tensor, actions: Tensor, decoder: Any, frames: int) -> None:
+        """The state after a chunk of latents `[F, C, Y, X]` that came to so many pixel frames."""
+        state, keep = self._state, -self.config.window
         self._state = replace(
             state,
             rng=self._generator.get_state(),
-            frame=state.frame + len(frames),
+            frame=state.frame + frames,
             chunk=state.chunk + 1,
             decoder=decoder,
             latents=(*state.latents, *latents.unbind())[keep:],
             actions=(*state.actions, *actions.unbind())[keep:],
         )
-        return Chunk(state.chunk, state.frame, frames, pixels, Timing(), applied)
+
+    def watch(self, frames: np.ndarray, actions: np.ndarray) -> None:
+        """Make given frames the session's past, as if it had made them itself.
+
+        They are encoded and committed chunk by chunk under the prompt in force; what follows goes
+        on from them. The decoder is left as it is, which is right for a codec without state.
+
+        Args:
+            frames: uint8 `[F, H, W, 3]` at the world's size; F is a whole number of chunks.
+            actions: what led to each frame, `[F, A]` in the order of `config.keys`.
+
+        Raises:
+            InvalidRequest: other shapes, or a part of a chunk.
+            SessionClosed: after `close`.
+        """
+        self._expect_open()
+        config, engine, n = self.config, self.engine, self.config.chunk_frames
+        shape = (len(frames), config.height, config.width, 3)
+        if frames.shape != shape or frames.dtype != np.uint8 or len(frames) % n:
+            raise InvalidRequest(
+                f"frames are {frames.dtype} {frames.shape}: accepted is uint8 {shape} with a "
+                f"multiple of {n} frames"
+            )
+        if actions.shape != (len(frames), len(config.keys)):
+            raise InvalidRequest(
+                f"actions are {actions.shape}: accepted is {(len(frames), len(config.keys))}"
+            )
+        with engine.lock:
+            latents = engine.codec.encode(torch.from_numpy(frames).to(engine.device))
+            led_to = torch.from_numpy(actions.astype(np.float32))
+            for some, led in zip(latents.split(n), led_to.split(n), strict=True):
+                self._remember(Stopwatch(engine.device))
+                with self._table.chunk(n) as pending:
+                    engine.store(some, engine.history(pending), self._state.prompt, led)
+                    pending.commit()
+                self._draw((1, *some.shape))  # each chunk has noise of its own, watched or made
+                self._advance(some, led, self._state.decoder, n)
 
     def _apply(self) -> tuple[tuple[Event, ...], Recache, frozenset[str]]:
         """Take what was asked: the events, how to recache, and the keys of this chunk."""

@@ -563,7 +563,9 @@ def _rounded(value: Any) -> Any:
         return {key: _rounded(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_rounded(item) for item in value]
-    return round(value, 4) if isinstance(value, float) else value
+    if isinstance(value, float):  # JSON knows no NaN
+        return round(value, 4) if np.isfinite(value) else None
+    return value
 
 
 def _table(report: Report) -> Iterator[str]:

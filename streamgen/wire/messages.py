@@ -64,10 +64,10 @@ class Hello(_Message):
 
     type: Literal["hello"] = "hello"
     version: int
-    client: str = Field("", max_length=200)
-    token: str | None = Field(None, max_length=200)
+    client: str = Field(default="", max_length=200)
+    token: str | None = Field(default=None, max_length=200)
     accept: Accept = Accept()
-    credit: int = Field(2, ge=1, le=8)
+    credit: int = Field(default=2, ge=1, le=8)
 
 
 class Start(_Message):
@@ -75,8 +75,8 @@ class Start(_Message):
 
     type: Literal["start"] = "start"
     prompt: str = ""
-    seed: int | None = Field(None, ge=0, lt=2**63)
-    image: str | None = Field(None, max_length=100)
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    image: str | None = Field(default=None, max_length=100)
 
 
 class Action(_Message):
@@ -91,7 +91,7 @@ class Prompt(_Message):
     """Another text for the running world; the answer says at which frame it applies."""
 
     type: Literal["prompt"] = "prompt"
-    id: int = Field(0, ge=0, lt=2**53)
+    id: int = Field(default=0, ge=0, lt=2**53)
     text: str
     recache: Literal["last_chunk", "window", "off"] = "last_chunk"
 
@@ -101,15 +101,15 @@ class Reset(_Message):
 
     type: Literal["reset"] = "reset"
     prompt: str | None = None
-    seed: int | None = Field(None, ge=0, lt=2**63)
-    image: str | None = Field(None, max_length=100)
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    image: str | None = Field(default=None, max_length=100)
 
 
 class Pause(_Message):
     """Stop at the frame that is on the screen (`frame`; without it, the last acknowledged)."""
 
     type: Literal["pause"] = "pause"
-    frame: int | None = Field(None, ge=0)
+    frame: int | None = Field(default=None, ge=0)
 
 
 class Resume(_Message):
@@ -122,9 +122,9 @@ class Rewind(_Message):
     """Go back by `seconds` or `frames` from the frame shown, or to `to_frame`: one of them."""
 
     type: Literal["rewind"] = "rewind"
-    seconds: float | None = Field(None, gt=0, le=3600)
-    frames: int | None = Field(None, gt=0)
-    to_frame: int | None = Field(None, ge=0)
+    seconds: float | None = Field(default=None, gt=0, le=3600)
+    frames: int | None = Field(default=None, gt=0)
+    to_frame: int | None = Field(default=None, ge=0)
 
     @model_validator(mode="after")
     def _one_of(self) -> Self:
@@ -137,7 +137,7 @@ class Fork(_Message):
     """Branch here: the walk so far is kept and can be switched back to."""
 
     type: Literal["fork"] = "fork"
-    name: str | None = Field(None, max_length=40)
+    name: str | None = Field(default=None, max_length=40)
 
 
 class Switch(_Message):
@@ -165,14 +165,14 @@ class StatsRequest(_Message):
     """Send statistics so many times a second (0: never)."""
 
     type: Literal["stats"] = "stats"
-    hz: float = Field(1.0, ge=0, le=10)
+    hz: float = Field(default=1.0, ge=0, le=10)
 
 
 class Bye(_Message):
     """Either side leaves."""
 
     type: Literal["bye"] = "bye"
-    reason: str = Field("", max_length=200)
+    reason: str = Field(default="", max_length=200)
 
 
 ClientMessage = (

@@ -20,9 +20,11 @@ from websockets.typing import Subprotocol
 
 from streamgen import wire
 from streamgen.apps.client import Client, ClientFrame, connect
+from streamgen.apps.encode import encode_frame
+from streamgen.apps.hub import Settings, origin_allowed
 from streamgen.apps.play import listen, make_server, page_address, play
-from streamgen.apps.runner import encode_frame
-from streamgen.apps.server import Settings, create_app, origin_allowed, unknown_words
+from streamgen.apps.server import create_app
+from streamgen.apps.visit import unknown_words
 from streamgen.errors import InvalidRequest, PoolFull, PortInUse
 from tests.fakes import FakeConfig, FakeWorld, read_stamp
 
