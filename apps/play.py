@@ -166,7 +166,7 @@ def make_server(app: FastAPI) -> Any:
         ws_max_size=4 * 1024 * 1024,
         ws_per_message_deflate=False,  # 2 ms of CPU for every frame, for nothing
         ws_ping_interval=20.0,
-        timeout_graceful_shutdown=2,
+        timeout_graceful_shutdown=5,
     )
     return uvicorn.Server(config)
 

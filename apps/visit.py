@@ -79,7 +79,8 @@ class Visit:
     async def _finish(self) -> None:
         if self._runner is not None:
             self._runner.stop()
-            await asyncio.to_thread(self._runner.join, 10.0)
+            with suppress(asyncio.CancelledError):  # at a shutdown the thread ends by itself
+                await asyncio.to_thread(self._runner.join, 10.0)
         self.hub.visits.discard(self)
         if self._recorder is not None:
             recorder, self._recorder = self._recorder, None

@@ -281,6 +281,17 @@ def test_credit_window_keeps_the_newest() -> None:
     assert frame.header.frame == 4
 
 
+def test_a_late_loop_drops_nothing() -> None:
+    """Frames that fell due together all go out, in order, while there is credit for them."""
+    playout, sent = wire.Playout(credit=2), []
+    playout.post(make_frames(0, 1, 2, 3))
+    for _ in range(3):
+        playout.take_due(9.0)
+        if frame := playout.take():
+            sent.append(frame.header.frame)
+    assert (sent, playout.dropped) == ([0, 1], 1)  # 3 has replaced 2 and waits for credit
+
+
 def test_ack_returns_the_credit_of_earlier_frames() -> None:
     """An ack covers the frames sent before it, because a page draws only the newest."""
     playout = wire.Playout(credit=2)

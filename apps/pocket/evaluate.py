@@ -2,8 +2,8 @@
 
 All mazes, walks and prompts have seeds of their own, apart from training. Keys change at chunk
 boundaries only, as they do for a user. A session that continues a real walk is first shown real
-frames (`watch`) until its window is full. PSNR is of uint8 pixels, a chunk at a time, its error
-floored at the rounding of a pixel (1/12), so that two equal pictures count 58.9 dB.
+frames (`Session.watch`) until its window is full. PSNR is of uint8 pixels, a chunk at a time,
+its error floored at the rounding of a pixel (1/12), so that two equal pictures count 58.9 dB.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -121,38 +121,6 @@ class Walks:
         return np.stack(drawn, 1)
 
 
-def watch(session: Session, frames: Frames, keys: NDArray) -> None:
-    """Make real frames the session's past, as if it had made them itself.
-
-    They are encoded and committed chunk by chunk under the prompt in force. The generator moves on
-    as well, so that what follows is drawn from other noise than what followed an earlier chunk.
-    The decoder is left as it is: that of a pocket world has no state.
-
-    Args:
-        session: at its beginning or anywhere later.
-        frames: [frame, row, column, rgb] at the world's size, whole chunks.
-        keys: what led to each, [frame, key], in the order of the world's keys.
-    """
-    engine, n = session.engine, session.config.chunk_frames
-    with engine.lock, torch.inference_mode():
-        latents = engine.codec.encode(torch.from_numpy(frames).to(engine.device))
-        actions = torch.from_numpy(np.asarray(keys, np.float32))
-        for some, led in zip(latents.split(n), actions.split(n), strict=True):
-            state = session._state
-            with session._table.chunk(n) as pending:
-                engine.store(some, engine.history(pending), state.prompt, led)
-                pending.commit()
-            session._draw((1, *some.shape))
-            session._state = replace(
-                state,
-                rng=session._generator.get_state(),
-                frame=state.frame + n,
-                chunk=state.chunk + 1,
-                latents=(*state.latents, *some.unbind())[-session.config.window :],
-                actions=(*state.actions, *led.unbind())[-session.config.window :],
-            )
-
-
 def dream(session: Session, keys: NDArray) -> Frames:
     """Generate a chunk for every chunk of `keys` [frame, key], of which the first row is held."""
     chunks = []
@@ -208,13 +176,13 @@ class Evaluation:
         for i, frames in enumerate(_bar("prediction", walks.draw(scenes, self.size))):
             keys, coded = walks.keys[i], self.code(frames[self.context :])
             with self.begin(self.prompt(rng, scenes[i]), seed=i) as session:
-                watch(session, frames[: self.context], keys[: self.context])
+                session.watch(frames[: self.context], keys[: self.context])
                 for first in range(self.context, len(frames), n):
                     part = slice(first, first + n)
                     true = frames[part]
                     with session.fork() as twin:
                         made = dream(twin, keys[part])
-                    watch(session, true, keys[part])
+                    session.watch(true, keys[part])
                     still = np.broadcast_to(frames[first - 1], true.shape)
                     ceiling = coded[first - self.context :][:n]
                     rows.append((psnr(made, true), psnr(ceiling, true), psnr(still, true)))
@@ -258,7 +226,7 @@ class Evaluation:
         for walk in _bar("actions", np.flatnonzero(used_WA.any(1))):
             start, scene = pool.pick([walk]), self.scenes[walk % len(self.scenes)]
             with self.begin(self.prompt(rng, scene), seed=int(walk)) as session:
-                watch(session, start.draw([scene], self.size)[0], start.keys[0])
+                session.watch(start.draw([scene], self.size)[0], start.keys[0])
                 for action in np.flatnonzero(used_WA[walk]):
                     moved = start.pick([0])
                     moved.hold(keys[action][None], HELD_FRAMES)
@@ -290,7 +258,7 @@ class Evaluation:
         for i, (before, after, wall) in enumerate(_bar("switches", pairs)):
             text = self.prompt(rng, (after, wall), wall=False)
             with self.begin(self.prompt(rng, (before, wall)), seed=i) as session:
-                watch(session, old[i, : self.context], walks.keys[i, : self.context])
+                session.watch(old[i, : self.context], walks.keys[i, : self.context])
                 for how in get_args(Recache):
                     with session.fork() as twin:
                         twin.prompt(text, recache=how)
@@ -348,7 +316,7 @@ class Evaluation:
         rows = []
         for i, frames in enumerate(_bar("picture", walks.draw(scenes, self.size))):
             with self.begin(self.prompt(rng, scenes[i]), seed=i) as session:
-                watch(session, frames[: self.context], walks.keys[i, : self.context])
+                session.watch(frames[: self.context], walks.keys[i, : self.context])
                 made = dream(session, walks.keys[i, self.context :])
             truth = frames[self.context - 1 :: PICTURE_EVERY]
             shown = np.concatenate([self.code(truth[:1]), made[PICTURE_EVERY - 1 :: PICTURE_EVERY]])

@@ -674,7 +674,7 @@ function mountStreamgen(root, options) {
     const lately = drawTimes.filter((at) => now - at < 2000);
     const span = lately.length > 1 ? lately[lately.length - 1] - lately[0] : 0;
     state.fps = span > 0 && now - lately[lately.length - 1] < 1000 ? (lately.length - 1) * 1000 / span : 0;
-    ui.fps.value.textContent = state.paused ? "–" : state.fps.toFixed(1);
+    ui.fps.value.textContent = state.fps ? state.fps.toFixed(1) : "–";
     ui.latency.value.textContent = state.latency === null ? "–" : state.latency.toFixed(0);
     if (state.stats) ui.gen.value.textContent = state.stats.gen_p50_ms.toFixed(0) + " / " + state.stats.gen_p95_ms.toFixed(0);
     if (state.recording) ui.rec.textContent = "● " + clock((now - recordedSince) / 1000);

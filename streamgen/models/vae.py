@@ -59,7 +59,8 @@ class FrameCodec(nn.Module):
     def encode(self, pixels_FHW3: Tensor) -> Tensor:
         """Normalised latents `[F, C, Y, X]`, float32, of uint8 pixels."""
         x = pixels_FHW3.permute(0, 3, 1, 2).to(self.dtype).div(127.5).sub(1)
-        latent = self.vae.encode(x.contiguous(memory_format=torch.channels_last)).latent
+        coded = self.vae.encode(x.contiguous(memory_format=torch.channels_last))
+        latent = coded.latent if hasattr(coded, "latent") else coded.latents  # DC, Tiny
         return (latent.float() - self.mean) / self.std
 
     @classmethod

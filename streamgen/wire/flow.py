@@ -103,10 +103,15 @@ class Playout:
         self._queue.extend(frames)
 
     def take_due(self, now: float) -> list[Frame]:
-        """Move the frames that are due into the slot; all of them are returned, for a recorder."""
+        """Move frames that are due into the slot; those moved are returned, for a recorder.
+
+        A frame in the slot is replaced only while it can't be sent: a late loop drops nothing.
+        """
         due: list[Frame] = []
         while self._queue and not self.frozen and self._queue[0].due <= now:
             if self._slot is not None:
+                if len(self._flying) < self.credit:
+                    break
                 self.dropped += 1
             self._slot = self._queue.popleft()
             due.append(self._slot)

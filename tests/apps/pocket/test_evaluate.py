@@ -23,7 +23,6 @@ from streamgen.apps.pocket.evaluate import (
     dream,
     evaluate,
     psnr,
-    watch,
 )
 from streamgen.apps.pocket.judges import Judges
 from streamgen.apps.pocket.maze import KEYS
@@ -129,7 +128,7 @@ def test_watched_frames_are_the_past(
     for shown in ([frames], list(np.split(frames, 6)), [frames[::-1].copy()]):
         with world.session("maze", seed=1, history_seconds=0) as session:
             for part, led in zip(shown, np.split(keys, len(shown)), strict=True):
-                watch(session, part, led)
+                session.watch(part, led)
             assert session.frame == len(frames)
             dreams.append(dream(session, keys[:2]))
     assert np.array_equal(dreams[0], dreams[1])
@@ -145,7 +144,7 @@ def test_watching_equals_dreaming(world: WorldPipeline, monkeypatch: pytest.Monk
         made = torch.stack(first._state.latents)
         monkeypatch.setattr(world.engine.codec, "encode", lambda pixels: made)
         with world.session("maze", history_seconds=0) as second:
-            watch(second, np.zeros((6, 16, 24, 3), np.uint8), keys)
+            second.watch(np.zeros((6, 16, 24, 3), np.uint8), keys)
             for session in (first, second):
                 session._generator.manual_seed(5)
                 futures.append(dream(session, keys[:2]))
