@@ -29,6 +29,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+bench = typer.Typer(help="Measure speed: tables and JSON, all ratios from one run.")
+app.add_typer(bench, name="bench", no_args_is_help=True)
+
 HEADLESS = ("frames", "actions", "switch", "image", "output", "scale")
 """Options of `play` that ask for a walk into a file; any of them means no browser."""
 
@@ -167,6 +170,44 @@ def play(
         prompt=prompt,
         seed=seed,
     )
+
+
+@app.command("eval")
+def evaluate(
+    model: Annotated[
+        str, typer.Argument(help="A packaged name, a folder, or a hub id.")
+    ] = "pocket-world",
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Folder for the report and the picture.")
+    ] = Path("out/eval"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Only see that everything runs.")] = False,
+) -> None:
+    """Measure a world of mazes against the renderer it learnt from: table, JSON and a picture."""
+    from streamgen.apps.pocket import evaluate as evaluation
+
+    evaluation.run_eval(model, output, as_json, quick)
+
+
+@bench.command()
+def world(
+    model: Annotated[
+        str, typer.Argument(help="A packaged name, a folder, or a hub id.")
+    ] = "pocket-world",
+    repeats: Annotated[int, typer.Option(min=1, help="Interleaved repeats of each figure.")] = 5,
+    chunks: Annotated[int, typer.Option(min=1, help="Chunks in each of them.")] = 60,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads. [default: torch's own choice]")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the report as JSON too.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Only see that everything runs.")] = False,
+) -> None:
+    """Time a world: frames a second by stage, against peers' caches, and far into a walk."""
+    from streamgen.apps.bench import world as benchmark
+
+    benchmark.run(model, repeats, chunks, output, threads, quick=quick)
 
 
 @app.command()

@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,9 +67,9 @@ class Recipe:
     ema: float = 0.998
     noisy_context: float = 0.5  # chance that a clip's context is noised
     context_noise: float = 0.3  # highest noise level of a context
-    own_context: float = 0.4  # chance that a step's context holds the model's own guesses ...
+    own_context: float = 0.3  # chance that a step's context holds the model's own guesses ...
     own_share: float = 0.35  # ... and then the share of chunks they replace
-    own_after: float = 0.25  # ... once this share of the time has passed
+    own_after: float = 0.5  # ... once this share of the time has passed
     no_prompt: float = 0.05
     recached: float = 0.5  # chance that the chunk before a switch is stored under the new prompt
     seed: int = 0
@@ -97,7 +98,7 @@ def mix(x0: Tensor, noise: Tensor, level_BF: Tensor) -> Tensor:
 class Trainer:
     """One model, its optimisers and averages, and the clock of its schedule."""
 
-    def __init__(self, recipe: Recipe, clips: Clips, worker: int = 0) -> None:
+    def __init__(self, recipe: Recipe, clips: Clips, worker: int = 0, workers: int = 1) -> None:
         torch.manual_seed(recipe.seed)
         self.recipe, self.clips, self.worker = recipe, clips, worker
         self.rng = np.random.default_rng(recipe.seed)
@@ -111,9 +112,14 @@ class Trainer:
         matrices, rest = [], []
         for name, p in self.master.named_parameters():
             (matrices if p.ndim == 2 and ".blocks." in name else rest).append(p)
+        # Muon's arithmetic is a sixth of a step: each worker does it for its share of the matrices.
+        self.shares = [matrices[i::workers] for i in range(workers)]
         self.optimisers = (
             torch.optim.Muon(
-                matrices, lr=recipe.rate, weight_decay=0.02, adjust_lr_fn="match_rms_adamw"
+                self.shares[worker],
+                lr=recipe.rate,
+                weight_decay=0.02,
+                adjust_lr_fn="match_rms_adamw",
             ),
             torch.optim.AdamW(rest, lr=recipe.rate, betas=(0.9, 0.98), weight_decay=0.0),
         )
@@ -198,33 +204,49 @@ class Trainer:
             for group in optimiser.param_groups:
                 group["lr"] = recipe.rate * ramp * max(decay, 0.01)
             optimiser.step()
+        for owner, share in enumerate(self.shares if dist.is_initialized() else ()):
+            flat = torch.cat([p.detach().flatten() for p in share])
+            dist.broadcast(flat, src=owner)
+            for p, new in zip(share, flat.split([p.numel() for p in share]), strict=True):
+                p.data.copy_(new.view_as(p))
         self._push()
         self.step_count += 1
         rate = min(recipe.ema, 1 - 1 / (self.step_count + 1))
         for name, value in self.master.state_dict().items():
             self.average[name].lerp_(value, 1 - rate)
 
-    def save(self, path: Path) -> None:
-        """Write everything a resumed run needs; an interrupted write leaves the old file."""
-        state = {
-            "master": self.master.state_dict(),
-            "average": self.average,
-            "optimisers": [o.state_dict() for o in self.optimisers],
-            "step": self.step_count,
-            "seconds": self.seconds,
-        }
-        torch.save(state, path.with_suffix(".tmp"))
-        os.replace(path.with_suffix(".tmp"), path)
+    def save(self, folder: Path) -> None:
+        """Write everything a resumed run needs; an interrupted write leaves the old files."""
+        muon, adamw = (optimiser.state_dict() for optimiser in self.optimisers)
+        _write({"step": self.step_count, "muon": muon}, folder / f"muon-{self.worker}.pt")
+        if self.worker == 0:
+            state = {
+                "master": self.master.state_dict(),
+                "average": self.average,
+                "adamw": adamw,
+                "step": self.step_count,
+                "seconds": self.seconds,
+            }
+            _write(state, folder / "train.pt")
 
-    def load(self, path: Path) -> None:
-        """Continue a saved run."""
-        state = torch.load(path, weights_only=True)
+    def load(self, folder: Path) -> None:
+        """Continue a saved run; Muon's momentum starts anew if it was saved at another step."""
+        state = torch.load(folder / "train.pt", weights_only=True)
         self.master.load_state_dict(state["master"])
         self.average = state["average"]
-        for optimiser, saved in zip(self.optimisers, state["optimisers"], strict=True):
-            optimiser.load_state_dict(saved)
+        self.optimisers[1].load_state_dict(state["adamw"])
         self.step_count, self.seconds = state["step"], state["seconds"]
+        momentum = folder / f"muon-{self.worker}.pt"
+        if momentum.exists():
+            saved = torch.load(momentum, weights_only=True)
+            if saved["step"] == self.step_count:
+                self.optimisers[0].load_state_dict(saved["muon"])
         self._push()
+
+
+def _write(state: dict[str, Any], path: Path) -> None:
+    torch.save(state, path.with_suffix(".tmp"))
+    os.replace(path.with_suffix(".tmp"), path)
 
 
 def run(trainer: Trainer, minutes: float) -> Iterator[tuple[int, float, float, float]]:
@@ -246,10 +268,9 @@ def work(worker: int, workers: int, args: argparse.Namespace) -> None:
     if workers > 1:
         meeting = (args.data / "workers").resolve().as_uri()
         dist.init_process_group("gloo", meeting, rank=worker, world_size=workers)
-    trainer = Trainer(Recipe(rate=args.rate), Clips(args.data), worker)
-    checkpoint = args.data / "train.pt"
-    if checkpoint.exists():
-        trainer.load(checkpoint)
+    trainer = Trainer(Recipe(rate=args.rate), Clips(args.data), worker, workers)
+    if (args.data / "train.pt").exists():
+        trainer.load(args.data)
     if worker == 0:
         print(json.dumps({"recipe": asdict(trainer.recipe), "config": asdict(CONFIG)}), flush=True)
     losses: list[tuple[float, float]] = []
@@ -261,10 +282,9 @@ def work(worker: int, workers: int, args: argparse.Namespace) -> None:
                 f"step {step}  {minute:.1f} min  loss {mean[0]:.4f}  x0 {mean[1]:.4f}", flush=True
             )
             losses.clear()
-        if worker == 0 and step % 100 == 0:
-            trainer.save(checkpoint)
-    if worker == 0:
-        trainer.save(checkpoint)
+        if step % 100 == 0:
+            trainer.save(args.data)
+    trainer.save(args.data)
 
 
 def main() -> None:
