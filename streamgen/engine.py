@@ -11,22 +11,20 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from streamgen.cache import BlockPool, BlockTable, Chunk, KVSpec, SinkWindow
 from streamgen.errors import InvalidRequest
+from streamgen.frames import Chunk as FrameChunk
 from streamgen.models.history import CachedHistory, CachedPrompt, Positions
 from streamgen.models.text import WordEncoder
 from streamgen.models.vae import FrameCodec
 from streamgen.models.wan import WanModel
 from streamgen.sampling.denoise import few_step
 from streamgen.sampling.schedule import FewStep
-
-if TYPE_CHECKING:
-    from streamgen.session import Session
 
 PROMPTS_KEPT = 32
 
@@ -90,6 +88,14 @@ class WorldConfig:
             raise InvalidRequest(f"unknown keys {unknown}: accepted are {list(self.keys)}")
         cancelled = {key for pair in self.opposites if keys >= set(pair) for key in pair}
         return torch.tensor([float(key in keys and key not in cancelled) for key in self.keys])
+
+
+class Steps(Protocol):
+    """What the engine asks of a session."""
+
+    def step(self) -> FrameChunk:
+        """Make the next chunk."""
+        ...
 
 
 class Engine:
@@ -205,8 +211,8 @@ class Engine:
         out = self.dit(x_BCFYX, t_BF, history, prompt, actions, store_only)
         return out[0].transpose(0, 1)
 
-    def step(self, sessions: Sequence[Session]) -> list[Any]:
-        """One chunk of each session, in order."""
+    def step(self, sessions: Sequence[Steps]) -> list[FrameChunk]:
+        """One chunk of each session, one after the other."""
         return [session.step() for session in sessions]
 
 
