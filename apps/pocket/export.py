@@ -2,13 +2,14 @@
 
     python -m streamgen.apps.pocket.export --data pocket-data --out weights/pocket-world
 
-Takes the averaged transformer and word encoder of `train.pt` and the autoencoder of `vae/`, writes
-them in bfloat16 with the world's config and the manifest of checksums.
+Takes the averaged transformer and word encoder of `train.pt`, the autoencoder of `vae/` and the
+judges, and writes them with the world's config and the manifest of checksums; weights in bfloat16.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 from pathlib import Path
 
 import torch
@@ -69,6 +70,8 @@ def main() -> None:
     args = parser.parse_args()
     assert CONFIG.action_dim == len(KEYS)
     assemble(args.data).save_pretrained(args.out)
+    if (args.data / "judges").is_dir():
+        shutil.copytree(args.data / "judges", args.out / "judges", dirs_exist_ok=True)
     registry.write_manifest(
         args.out,
         name="pocket-world",

@@ -36,6 +36,7 @@ from streamgen.apps.pocket.prompts import MAX_WORDS, VOCABULARY
 from streamgen.models.rope import rotation
 from streamgen.models.text import WordEncoder
 from streamgen.models.wan import WanConfig, WanModel
+from streamgen.weights.load import load_into, read_tensors
 
 CONFIG = WanConfig(
     dim=256,
@@ -243,6 +244,13 @@ class Trainer:
                 self.optimisers[0].load_state_dict(saved["muon"])
         self._push()
 
+    def begin_from(self, folder: Path) -> None:
+        """Begin from the weights of a packaged world instead of random ones."""
+        for part, module in (("transformer", self.master.dit), ("text", self.master.text)):
+            load_into(module, read_tensors(folder / f"{part}.safetensors"))
+        self.average = {k: v.clone() for k, v in self.master.state_dict().items()}
+        self._push()
+
 
 def _write(state: dict[str, Any], path: Path) -> None:
     torch.save(state, path.with_suffix(".tmp"))
@@ -271,6 +279,8 @@ def work(worker: int, workers: int, args: argparse.Namespace) -> None:
     trainer = Trainer(Recipe(rate=args.rate), Clips(args.data), worker, workers)
     if (args.data / "train.pt").exists():
         trainer.load(args.data)
+    elif args.begin_from:
+        trainer.begin_from(args.begin_from)
     if worker == 0:
         print(json.dumps({"recipe": asdict(trainer.recipe), "config": asdict(CONFIG)}), flush=True)
     losses: list[tuple[float, float]] = []
@@ -296,6 +306,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=120.0)
     parser.add_argument("--rate", type=float, default=Recipe.rate)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--begin-from", type=Path, help="a packaged world to improve further")
     args = parser.parse_args()
     (args.data / "workers").unlink(missing_ok=True)
     mp.spawn(work, (args.workers, args), nprocs=args.workers)
