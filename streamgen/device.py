@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ DTYPES = {
 }
 """The compute types by the name a caller may use."""
 
+_CPU_INFO = Path("/proc/cpuinfo")
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8")
 
 
@@ -55,7 +57,10 @@ def pick_device(device: str | torch.device = "auto") -> torch.device:
 def pick_dtype(
     dtype: str | torch.dtype = "auto", device: str | torch.device = "cpu"
 ) -> torch.dtype:
-    """The compute type. "auto" is float32 on a CPU and bfloat16 on CUDA.
+    """The compute type. "auto" is bfloat16 where the hardware multiplies it, else float32.
+
+    That is CUDA, and CPUs with AMX or AVX-512's bfloat16 products; without them bfloat16 is
+    emulated and slower than float32.
 
     Args:
         dtype: "auto", "float32", "bfloat16", "float16", or one of these torch types.
@@ -65,14 +70,19 @@ def pick_dtype(
         InvalidRequest: another type.
     """
     if dtype == "auto":
-        cuda = torch.device(device).type == "cuda"
-        return torch.bfloat16 if cuda else torch.float32
+        fast = torch.device(device).type == "cuda" or fast_bfloat16(_cpu_info(_CPU_INFO)[1])
+        return torch.bfloat16 if fast else torch.float32
     if isinstance(dtype, torch.dtype):
         if dtype in DTYPES.values():
             return dtype
     elif dtype in DTYPES:
         return DTYPES[dtype]
     raise InvalidRequest(f"dtype {str(dtype)!r}: accepted are auto, {', '.join(DTYPES)}")
+
+
+def fast_bfloat16(cpu_flags: Collection[str]) -> bool:
+    """Whether a CPU with these instruction sets multiplies bfloat16 in hardware."""
+    return not {"amx_bf16", "avx512_bf16"}.isdisjoint(cpu_flags)
 
 
 @dataclass(frozen=True)
@@ -121,7 +131,7 @@ class Capabilities:
 
 def capabilities() -> Capabilities:
     """Ask torch and the system what this machine has. Nothing is cached, nothing is changed."""
-    name, flags = _cpu_info(Path("/proc/cpuinfo"))
+    name, flags = _cpu_info(_CPU_INFO)
     affinity = getattr(os, "sched_getaffinity", None)
     return Capabilities(
         torch=torch.__version__,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from streamgen.device import _cpu_info, capabilities, pick_device, pick_dtype
+from streamgen.device import _cpu_info, capabilities, fast_bfloat16, pick_device, pick_dtype
 from streamgen.errors import InvalidRequest
 
 
@@ -27,9 +27,20 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_auto_takes_the_cpu(no_cuda: None) -> None:
-    """Without CUDA, auto is the CPU in float32."""
+    """Without CUDA, auto is the CPU, in bfloat16 only if it has the instructions."""
     assert pick_device("auto") == torch.device("cpu")
-    assert pick_dtype("auto", pick_device()) is torch.float32
+    fast = fast_bfloat16(capabilities().cpu_flags)
+    expected = torch.bfloat16 if fast else torch.float32
+    assert pick_dtype("auto", pick_device()) is expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "fast"),
+    [((), False), (("avx2", "avx512f"), False), (("avx512_bf16",), True), (("amx_bf16",), True)],
+)
+def test_what_makes_bfloat16_fast(flags: tuple[str, ...], fast: bool) -> None:
+    """AMX or AVX-512's bfloat16 products."""
+    assert fast_bfloat16(flags) is fast
 
 
 def test_auto_takes_cuda(cuda: None) -> None:

@@ -923,3 +923,97 @@ def test_no_image(world: WorldPipeline, image: Any) -> None:
         world.session(image=image)
     assert "\n" not in str(caught.value)
     assert world.engine.pool.stats().lanes == 0
+
+
+# Frames that are given
+
+
+def given(frames: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Frames uint8 `[F, H, W, 3]` and what led to them `[F, A]`."""
+    rng = np.random.default_rng(seed)
+    pixels = rng.integers(0, 256, (frames, 16, 24, 3), dtype=np.uint8)
+    return pixels, rng.integers(0, 2, (frames, 6)).astype(np.float32)
+
+
+def test_watch_is_the_past(world: WorldPipeline) -> None:
+    """The cache holds the given frames' K and V, and what follows depends on them and on no luck."""
+    session, engine = world.session(BRICK, seed=1), world.engine
+    pixels, actions = given(6)
+    session.watch(pixels, actions)
+    assert session.frame == 6
+    table, other = engine.table(), world.session(BRICK)
+    latents, led_to = engine.codec.encode(torch.from_numpy(pixels)), torch.from_numpy(actions)
+    for first in (0, 2, 4):
+        part = slice(first, first + 2)
+        with table.chunk(2) as chunk:
+            prompt = engine.prompt(BRICK)
+            engine.store(latents[part], engine.history(chunk), prompt, led_to[part])
+            chunk.commit()
+    other._table = table
+    for frame, pair in tensors_of(other).items():
+        for ours, theirs in zip(tensors_of(session)[frame], pair, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+    first = walk(session, 4)
+    again, changed = world.session(BRICK, seed=1), world.session(BRICK, seed=1)
+    again.watch(pixels, actions), changed.watch(*given(6, seed=1))
+    assert same(walk(again, 4), first) and not same(walk(changed, 4), first)
+
+
+def test_watch_and_rewind(world: WorldPipeline) -> None:
+    """Given frames are history like all others: one can go back into them, and recache them."""
+    session = world.session(BRICK, seed=1)
+    session.watch(*given(8))
+    session.prompt(SNOW, recache="window")
+    first = walk(session, 3)
+    assert session.rewind(frames=6) == 8
+    session.prompt(SNOW, recache="window")
+    assert same(walk(session, 3), first)
+    assert session.rewind(frames=10) == 4
+    walk(session, 2)
+
+
+def test_watch_in_mid_walk(world: WorldPipeline) -> None:
+    """It goes on from the frame where the session stands; in parts or at once is the same."""
+    pixels, actions = given(6)
+    sessions = [world.session(BRICK, seed=1) for _ in range(2)]
+    for session in sessions:
+        walk(session, 3)
+    sessions[0].watch(pixels, actions)
+    for part in (slice(0, 2), slice(2, 6)):
+        sessions[1].watch(pixels[part], actions[part])
+    assert sessions[0].frame == sessions[1].frame == 12
+    one, other = (tensors_of(session) for session in sessions)
+    for frame, pair in one.items():
+        assert worst(pair, other[frame]).max() <= 1e-5
+
+
+@pytest.mark.parametrize("frames", [0, 3])
+def test_watch_takes_whole_chunks(world: WorldPipeline, frames: int) -> None:
+    """None is nothing to do or refused; a part of a chunk is refused."""
+    session = world.session(BRICK, seed=1)
+    try:
+        session.watch(*given(frames))
+    except InvalidRequest as error:
+        assert "multiple of 2" in str(error)
+    else:
+        assert frames == 0
+    assert session.frame == 0
+    assert same(walk(session, 1), walk(world.session(BRICK, seed=1), 1))
+
+
+def test_watch_is_checked(world: WorldPipeline) -> None:
+    """Another size, type, or number of actions: refused, and nothing has changed."""
+    session = world.session(BRICK, seed=1)
+    pixels, actions = given(4)
+    for wrong in (
+        (pixels[:, :8], actions),
+        (pixels[0], actions),
+        (pixels.astype(np.float32), actions),
+        (pixels, actions[:2]),
+        (pixels, actions[:, :3]),
+    ):
+        with pytest.raises(InvalidRequest, match="accepted is"):
+            session.watch(*wrong)
+    session.close()
+    with pytest.raises(SessionClosed):
+        session.watch(pixels, actions)

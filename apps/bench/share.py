@@ -16,37 +16,39 @@ from streamgen.pipelines.world import WorldPipeline
 from streamgen.session import Session
 
 _HEAVY = re.compile(
-    r"::_?((add|b|badd)?mm|addmm_activation|linear|matmul|mkl(dnn)?_linear\w*|slow_conv\w*"
-    r"|\w*convolution\w*|conv[123]d|\w*scaled_dot_product\w*|\w*flash_attention\w*)$"
+    r"::_?((add|b|badd)?mm|addmm_activation|matmul|linear(_pointwise)?|mkl(dnn)?_linear\w*"
+    r"|\w*convolution\w*|slow_conv\w*|conv[123]d|\w*scaled_dot_product\w*"
+    r"|\w*flash_attention\w*)$"
 )
 
 
-def measure_share(world: WorldPipeline, repeats: int, chunks: int = 3) -> dict[str, Any] | None:
+def measure_share(world: WorldPipeline, repeats: int, chunks: int = 4) -> dict[str, Any] | None:
     """What part of `Session.step` is not matrix multiplication, attention or convolution.
 
     The time inside each tensor operation comes from torch's profiler, the time of a chunk from
-    chunks without it, in turns. The profiler adds a little to every operation, which matters for
-    the many small ones: `elementwise` is an upper bound, and `python`, which is what is left, a
-    lower one. `python_and_cache` adds all time the session counts as the cache's, so the Python in
-    there counts twice. `strict` is everything but matmul, attention and convolution.
+    another one without it, in turns. The profiler adds a little to every operation, which matters
+    for the many small ones: `elementwise` is an upper bound, and `python`, which is what is left,
+    a lower one. `python_and_cache` adds all time the session counts as the cache's, so the Python
+    in there counts twice. `strict` is everything but matmul, attention and convolution.
 
     Returns:
-        Shares of a chunk, 0..1, medians over the repeats. None on an accelerator, where operations
-        run beside Python.
+        Shares of a chunk, 0..1, medians over `repeats` x `chunks` pairs. None on an accelerator,
+        where operations run beside Python.
     """
     if world.engine.device.type != "cpu":
         return None
     found: dict[str, list[float]] = {}
     with world.session(seed=1) as session:
         settle(session)
-        for _ in range(repeats):
-            wall, cache = _wall(session, chunks)
-            heavy, light = _profiled(session, chunks)
+        for _ in range(repeats * chunks):
+            press(session)
+            timing = session.step().timing
+            heavy, light = _profiled(session)
             shares = {
-                "matmul_attention_convolution": heavy / wall,
-                "elementwise": light / wall,
-                "python": max(0.0, 1 - (heavy + light) / wall),
-                "cache": cache / wall,
+                "matmul_attention_convolution": heavy / timing.total,
+                "elementwise": light / timing.total,
+                "python": max(0.0, 1 - (heavy + light) / timing.total),
+                "cache": timing.cache / timing.total,
             }
             shares["python_and_cache"] = shares["python"] + shares["cache"]
             shares["strict"] = 1 - shares["matmul_attention_convolution"]
@@ -55,21 +57,11 @@ def measure_share(world: WorldPipeline, repeats: int, chunks: int = 3) -> dict[s
     return {name: median(values) for name, values in found.items()}
 
 
-def _wall(session: Session, chunks: int) -> tuple[float, float]:
-    """Milliseconds of so many chunks, and those of the cache in them."""
-    timings = []
-    for _ in range(chunks):
-        press(session)
-        timings.append(session.step().timing)
-    return sum(t.total for t in timings), sum(t.cache for t in timings)
-
-
-def _profiled(session: Session, chunks: int) -> tuple[float, float]:
-    """Milliseconds inside heavy operations, and inside all others, of so many chunks."""
+def _profiled(session: Session) -> tuple[float, float]:
+    """Milliseconds inside heavy operations, and inside all others, of the next chunk."""
+    press(session)
     with _silent(), profile(activities=[ProfilerActivity.CPU]) as profiler:
-        for _ in range(chunks):
-            press(session)
-            session.step()
+        session.step()
     heavy = light = 0.0
     for event in profiler.key_averages():
         if "::" in event.key:

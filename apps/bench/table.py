@@ -30,8 +30,8 @@ def _about_lines(about: dict[str, Any]) -> Iterator[str]:
     )
     if (about["load_before"] or 0) > 0.5:
         yield (
-            f"the machine was busy (load {about['load_before']:.1f}): times are upper bounds, "
-            "ratios hold"
+            f"the machine was busy (load {about['load_before']:.1f}): times are too long, and "
+            "ratios are rough"
         )
 
 

@@ -79,12 +79,13 @@ def run(
         InvalidRequest: no repeats or chunks, or a far frame that is not far.
         UnknownModel, WeightsError: from loading.
     """
+    near_frame = NEAR_FRAME
     if quick:
-        repeats, chunks, far_frame = 2, 2, NEAR_FRAME + 20
-    if min(repeats, chunks) < 1 or far_frame <= NEAR_FRAME:
+        repeats, chunks, near_frame, far_frame = 2, 2, 12, 24
+    if min(repeats, chunks) < 1 or far_frame <= near_frame:
         raise InvalidRequest(
             f"repeats={repeats}, chunks={chunks}, far_frame={far_frame}: accepted are at least 1, "
-            f"1 and {NEAR_FRAME + 1}"
+            f"1 and {near_frame + 1}"
         )
     with _threads(threads):
         world = load(model)
@@ -95,7 +96,7 @@ def run(
         _say("caches")
         report["caches"] = measure_caches(world, repeats, chunks)
         _say(f"length: walking to frame {far_frame:,}")
-        report["length"] = measure_length(world, repeats, chunks, far_frame)
+        report["length"] = measure_length(world, repeats, chunks, near_frame, far_frame)
         report["about"]["load_after"] = load_average()
     if json_path is not None:
         Path(json_path).write_text(json.dumps(report, indent=1) + "\n")
@@ -244,14 +245,14 @@ def measure_caches(world: WorldPipeline, repeats: int, chunks: int) -> dict[str,
 
 
 def measure_length(
-    world: WorldPipeline, repeats: int, chunks: int, far_frame: int
+    world: WorldPipeline, repeats: int, chunks: int, near_frame: int, far_frame: int
 ) -> dict[str, Any]:
-    """Milliseconds of a chunk near frame 100 and near `far_frame`, and the process's memory.
+    """Milliseconds of a chunk near two frames, and the process's memory there.
 
-    Both walks remember less than 100 frames, so that their histories are full when memory is first
+    Both walks remember half of `near_frame`, so that their histories are full when memory is first
     read. The far one gets there by real chunks that are denoised in one step (see `advance`).
     """
-    old, remembered = world.engine, NEAR_FRAME // 2
+    old, remembered = world.engine, near_frame // 2
     engine = Engine(old.dit, old.text, old.codec, old.config, 2, 3 * remembered)
     seconds = remembered / old.config.fps
     with (
@@ -259,7 +260,7 @@ def measure_length(
         WorldPipeline(engine).session(seed=2, history_seconds=seconds) as far,
     ):
         for session in (near, far):
-            advance(session, NEAR_FRAME)
+            advance(session, near_frame)
             settle(session, SETTLE)
         memory = [resident_bytes()]
         advance(far, far_frame)

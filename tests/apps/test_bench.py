@@ -77,7 +77,7 @@ def test_caches(report: dict[str, Any]) -> None:
 def test_length(report: dict[str, Any]) -> None:
     """The two frames, their costs, and memory where the system tells it."""
     length = report["length"]
-    assert 100 <= length["near_frame"] < 120 <= length["far_frame"] < 140
+    assert 12 <= length["near_frame"] < 24 <= length["far_frame"]
     assert length["near_ms"] > 0 and length["far_ms"] > 0 and length["ratio"] > 0
     assert (length["memory_ratio"] is None) == (length["near_memory_bytes"] is None)
 
@@ -118,7 +118,7 @@ def test_peers_make_our_frames(sink: int, window: int, prediction: str) -> None:
     world = tiny_world(sink=sink, window=window, prediction=prediction)
     engine = bench.absolute(world)
     walkers = {name: bench.Walker(engine, kind(engine), "snow") for name, kind in PEERS.items()}
-    for _ in range(9):
+    for _ in range(6):
         for walker in walkers.values():
             walker.step()
         ours = walkers["ours"].latents
