@@ -36,10 +36,17 @@ class WorldPipeline:
     Attributes:
         config: what the world is (`WorldConfig`).
         engine: weights and KV pool.
+        name: name of its folder.
+        folder: where it was loaded from; None if it was made in memory.
     """
 
-    def __init__(self, engine: Engine, name: str = "") -> None:
-        self.engine, self.name = engine, name
+    def __init__(self, engine: Engine, name: str = "", folder: Path | None = None) -> None:
+        self.engine, self.name, self.folder = engine, name, folder
+
+    @property
+    def max_sessions(self) -> int:
+        """Sessions that the KV pool has room for."""
+        return self.engine.max_sessions
 
     @property
     def config(self) -> WorldConfig:
@@ -98,7 +105,7 @@ class WorldPipeline:
         text.to(kind)
         codec.cast(kind)
         past = round(max_sessions * history_seconds * config.fps)
-        return cls(Engine(dit, text, codec, config, max_sessions, past), folder.name)
+        return cls(Engine(dit, text, codec, config, max_sessions, past), folder.name, folder)
 
     def session(
         self,

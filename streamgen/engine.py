@@ -121,6 +121,7 @@ class Engine:
     ) -> None:
         self.dit, self.text, self.codec, self.config = dit, text, codec, config
         self.grid = dit.config.grid(config.latent_hw)
+        self.max_sessions = max_sessions
         self.device = dit.patch_embedding.weight.device
         spec = KVSpec(
             num_layers=dit.config.num_layers,

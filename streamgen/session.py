@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from copy import copy
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from streamgen.cache import BlockTable, Snapshot
+from streamgen.cache import Chunk as CacheChunk
 from streamgen.engine import Engine, Stopwatch
-from streamgen.errors import InvalidRequest, SessionClosed
+from streamgen.errors import InvalidRequest, PoolFull, SessionClosed
 from streamgen.frames import Chunk, Event, Receipt, Timing
 from streamgen.models.history import CachedPrompt
 
@@ -47,10 +48,20 @@ class _State:
 
 
 class Mark:
-    """A moment of a session to `rewind` to; keeps its K/V alive until `release`."""
+    """A moment of a session to `rewind` to; keeps its K/V alive until `release`.
 
-    def __init__(self, state: _State, snapshot: Snapshot) -> None:
+    `_token` names the moment and `_before` those that a session at this moment could go back to:
+    after a jump to another branch, it may go back along that branch only.
+    """
+
+    def __init__(
+        self, state: _State, snapshot: Snapshot, token: object, before: tuple[object, ...]
+    ) -> None:
         self._state, self._snapshot = state, snapshot
+        self._token, self._before = token, before
+
+    def _copy(self) -> Mark:
+        return Mark(self._state, self._snapshot.copy(), self._token, self._before)
 
     @property
     def frame(self) -> int:
@@ -102,6 +113,7 @@ class Session:
         self._queue: list[tuple[int, str, Any]] = []
         self._pressed: set[str] = set()
         self._receipts = 0
+        self._boundary = 0  # the frame at which what is asked now will apply
 
     # What can be seen
 
@@ -174,7 +186,7 @@ class Session:
         with self._queue_lock:
             self._receipts += 1
             self._queue.append((self._receipts, kind, value))
-            return Receipt(self._receipts, kind, self._state.frame)
+            return Receipt(self._receipts, kind, self._boundary)
 
     def _encode(self, text: str) -> CachedPrompt:
         unknown = self.engine.text.split(text)[1]
@@ -188,7 +200,7 @@ class Session:
 
     def _encode_image(self, image: np.ndarray) -> Tensor:
         image = np.asarray(image)
-        if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8:
+        if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8 or not image.size:
             raise InvalidRequest(
                 f"the image is {image.dtype} {image.shape}: accepted is uint8 [height, width, 3]"
             )
@@ -208,8 +220,10 @@ class Session:
     def step(self) -> Chunk:
         """Make the next chunk.
 
-        A step that fails leaves the session as it was before (but with `history_seconds=0` a
-        ReCache that had succeeded by then stays).
+        When the pool is full, the oldest of what `rewind` could go back to makes room.
+        A step that fails leaves the session as it was before, and the next try makes the frames
+        that this one would have made. With `history_seconds=0` nothing of the past is kept for
+        that: a ReCache right after a failed step then does nothing.
 
         Raises:
             PoolFull: there is no room for the chunk's K/V.
@@ -239,15 +253,16 @@ class Session:
     def _make_chunk(self, watch: Stopwatch) -> Chunk:
         engine, config = self.engine, self.config
         applied, recache, keys = self._apply()
+        undo = recache != "off" and not self._past_size
         if recache != "off":
             with watch("dit"):
-                self._recache(recache)
+                self._recache(recache, undo)
         state = self._state
         actions = config.action(keys)[None].expand(config.chunk_frames, -1)
         if state.frame == 0:
             actions = torch.zeros_like(actions)  # nothing led to the first frame
         with watch("cache"):
-            pending = self._table.chunk(config.chunk_frames)
+            pending = self._begin(lambda: self._table.chunk(config.chunk_frames, undo))
         with pending:
             with watch("dit"):
                 history = engine.history(pending)
@@ -257,12 +272,12 @@ class Session:
                     schedule = config.schedule if state.frame else config.first_schedule
                     latents = engine.denoise(history, state.prompt, actions, self._draw, schedule)
                 engine.store(latents, history, state.prompt, actions)
+            with watch("decode"):  # before the commit, after which nothing may fail
+                pixels, decoder = engine.codec.decode(latents, state.decoder)
+                frames = pixels.cpu().numpy()
             with watch("cache"):
                 pending.commit()
         watch.ms["inside"] = 1000 * history.seconds
-        with watch("decode"):
-            pixels, decoder = engine.codec.decode(latents, state.decoder)
-            frames = pixels.cpu().numpy()
         self._advance(latents, actions, decoder, len(frames))
         return Chunk(state.chunk, state.frame, frames, pixels, Timing(), applied)
 
@@ -278,6 +293,8 @@ class Session:
             latents=(*state.latents, *latents.unbind())[keep:],
             actions=(*state.actions, *actions.unbind())[keep:],
         )
+        with self._queue_lock:
+            self._boundary = self._state.frame
 
     def watch(self, frames: np.ndarray, actions: np.ndarray) -> None:
         """Make given frames the session's past, as if it had made them itself.
@@ -296,7 +313,7 @@ class Session:
         self._expect_open()
         config, engine, n = self.config, self.engine, self.config.chunk_frames
         shape = (len(frames), config.height, config.width, 3)
-        if frames.shape != shape or frames.dtype != np.uint8 or len(frames) % n:
+        if frames.shape != shape or frames.dtype != np.uint8 or len(frames) % n or not len(frames):
             raise InvalidRequest(
                 f"frames are {frames.dtype} {frames.shape}: accepted is uint8 {shape} with a "
                 f"multiple of {n} frames"
@@ -321,6 +338,7 @@ class Session:
         with self._queue_lock:
             queue, self._queue = self._queue, []
             pressed, self._pressed = frozenset(self._pressed), set()
+            self._boundary = self._state.frame + self.config.chunk_frames
         state, recache, events = self._state, "off", []
         for id, kind, value in queue:
             if kind == "act":
@@ -336,15 +354,28 @@ class Session:
         self._state = replace(state, track=(*state.track, *events))
         return tuple(events), recache, state.keys | pressed
 
-    def _recache(self, how: Recache) -> None:
+    def _begin(self, begin: Callable[[], CacheChunk]) -> CacheChunk:
+        """Begin a cache chunk; if the pool is full, the oldest of the past makes room."""
+        while True:
+            try:
+                return begin()
+            except PoolFull:
+                if len(self._past) < 2:  # the newest is where a failed step goes back to
+                    raise
+                self._past.popleft().release()
+
+    def _recache(self, how: Recache, undo: bool = False) -> None:
         """Recompute the newest chunk, or all in view but the sink, under the text now in force."""
         config, state = self.config, self._state
+        held = {ordinal for ordinal, _ in self._table.entries}
+        if not held.issuperset(config.policy.visible(self._table.end)):
+            return  # a failed step has pushed out what the recomputed frames would have to see
         frames = config.chunk_frames
         if how == "window":
             frames = min(self._table.tail, max(frames, state.frame - config.sink))
         latents = torch.stack(state.latents[-frames:])
         actions = torch.stack(state.actions[-frames:])
-        with self._table.reopen(frames) as pending:
+        with self._begin(lambda: self._table.reopen(frames, undo)) as pending:
             causal = config.chunk_frames if frames > config.chunk_frames else None
             history = self.engine.history(pending, causal)
             self.engine.store(latents, history, state.prompt, actions)
@@ -359,7 +390,8 @@ class Session:
     def mark(self) -> Mark:
         """This moment, to `rewind` to at any later time; costs no K/V bytes."""
         self._expect_open()
-        return Mark(self._state, self._table.snapshot())
+        before = tuple(mark._token for mark in self._past)
+        return Mark(self._state, self._table.snapshot(), object(), before)
 
     def fork(self) -> Session:
         """A second session with the same past; both go their own way. Costs no K/V bytes.
@@ -372,7 +404,7 @@ class Session:
         twin._generator = torch.Generator()
         twin._generator.set_state(self._state.rng)
         twin._table = self._table.fork()
-        twin._past = deque(Mark(m._state, m._snapshot.copy()) for m in self._past)
+        twin._past = deque(mark._copy() for mark in self._past)
         twin._queue_lock = threading.Lock()
         twin._queue, twin._pressed = [], set()
         return twin
@@ -410,6 +442,8 @@ class Session:
             to = next((m for m in reversed(self._past) if m.frame <= target), self._past[0])
         with self.engine.lock:
             self._restore(to)
+        with self._queue_lock:
+            self._queue, self._pressed = [], set()
         return self._state.frame
 
     def _remember(self, watch: Stopwatch) -> None:
@@ -425,13 +459,17 @@ class Session:
         self._state = state
         self._generator.set_state(state.rng)
         with self._queue_lock:
-            self._queue, self._pressed = [], set()
+            self._boundary = state.frame
 
     def _restore(self, mark: Mark) -> None:
         self._table.rewind(mark._snapshot)
         self._set(mark._state)
-        while self._past and self._past[-1].frame >= mark.frame:
-            self._past.pop().release()
+        past, self._past = self._past, deque()
+        for old in past:
+            if old._token in mark._before:
+                self._past.append(old)
+            else:
+                old.release()
 
     def close(self) -> None:
         """Give the K/V back. Idempotent."""

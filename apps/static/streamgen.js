@@ -259,7 +259,7 @@ function mountStreamgen(root, options) {
 
   function measure(frame, now) {
     drawTimes.push(now);
-    while (drawTimes.length && now - drawTimes[0] > 2000) drawTimes.shift();
+    while (drawTimes.length > 4 && now - drawTimes[0] > 2000) drawTimes.shift();
     gaps.push(frame.genMs * (state.world ? state.world.chunk_frames : 1));
     if (gaps.length > 120) gaps.shift();
     let newest = null;
@@ -671,9 +671,9 @@ function mountStreamgen(root, options) {
   /** Numbers change twice a second: faster can't be read. */
   function showNumbers() {
     const now = performance.now();
-    const lately = drawTimes.filter((at) => now - at < 2000);
-    const span = lately.length > 1 ? lately[lately.length - 1] - lately[0] : 0;
-    state.fps = span > 0 && now - lately[lately.length - 1] < 1000 ? (lately.length - 1) * 1000 / span : 0;
+    const count = drawTimes.length, newest = drawTimes[count - 1];
+    const span = count > 1 ? newest - drawTimes[0] : 0;
+    state.fps = span > 0 && !state.paused && now - newest < 5000 ? (count - 1) * 1000 / span : 0;
     ui.fps.value.textContent = state.fps ? state.fps.toFixed(1) : "–";
     ui.latency.value.textContent = state.latency === null ? "–" : state.latency.toFixed(0);
     if (state.stats) ui.gen.value.textContent = state.stats.gen_p50_ms.toFixed(0) + " / " + state.stats.gen_p95_ms.toFixed(0);
