@@ -807,6 +807,18 @@ def test_a_full_history_leaves_room_for_a_switch() -> None:
     assert session.rewind(frames=4) < 34
 
 
+@pytest.mark.parametrize("how", ["last_chunk", "window"])
+def test_a_switch_needs_no_spare_room(how: Any) -> None:
+    """Without a history, in a pool that has room for one session's window and sink only."""
+    world = tiny_world(max_sessions=1, history_frames=0)
+    session, roomy = (w.session(BRICK, seed=1, history_seconds=0) for w in (world, tiny_world()))
+    for chunks in (1, 5):
+        for one in (session, roomy):
+            walk(one, chunks)
+            one.prompt(SNOW if one.text == BRICK else BRICK, recache=how)
+        assert same(walk(session, 1), walk(roomy, 1))
+
+
 def test_close_gives_everything_back(world: WorldPipeline) -> None:
     """Sessions, forks and marks, in any order; closing twice is fine."""
     pool = world.engine.pool
@@ -936,7 +948,7 @@ def given(frames: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_watch_is_the_past(world: WorldPipeline) -> None:
-    """The cache holds the given frames' K and V, and what follows depends on them and on no luck."""
+    """The cache holds the given frames' K and V, and what follows goes on from them."""
     session, engine = world.session(BRICK, seed=1), world.engine
     pixels, actions = given(6)
     session.watch(pixels, actions)

@@ -41,7 +41,7 @@ from streamgen.apps.bench.steps import (
 from streamgen.apps.bench.table import table
 from streamgen.apps.encode import encode_frame
 from streamgen.apps.worlds import as_world
-from streamgen.device import capabilities
+from streamgen.device import capabilities, pick_dtype
 from streamgen.engine import Engine
 from streamgen.errors import InvalidRequest
 from streamgen.frames import Chunk
@@ -122,8 +122,10 @@ def stand_in() -> WorldPipeline:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         parts, vae = PocketWorld(), build_vae()
-    parts.eval().requires_grad_(False)
+    kind = pick_dtype()
+    parts.eval().requires_grad_(False).to(kind)
     codec = FrameCodec(vae, [0.0] * LATENT_CHANNELS, [1.0] * LATENT_CHANNELS)
+    codec.vae.to(kind)
     engine = Engine(parts.dit, parts.text, codec, WORLD, max_sessions=4, history_frames=640)
     return WorldPipeline(engine, "pocket-world with random weights")
 

@@ -33,7 +33,7 @@ WORLD = WorldConfig(
     sink=1,
     window=Recipe.frames,
     positions="sliding_sink",
-    schedule=FewStep((1000, 700, 400), shift=1.0),
+    schedule=FewStep((1000, 300), shift=1.0),
     first_schedule=FewStep(tuple(range(1000, 0, -60)), shift=1.0),
     context_noise=50.0,
     keys=KEYS,

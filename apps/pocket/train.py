@@ -68,8 +68,7 @@ class Recipe:
     ema: float = 0.998
     noisy_context: float = 0.5  # chance that a clip's context is noised
     context_noise: float = 0.3  # highest noise level of a context
-    own_context: float = 0.3  # chance that a step's context holds the model's own guesses ...
-    own_share: float = 0.35  # ... and then the share of chunks they replace
+    own_context: float = 0.5  # chance that a step's context holds the model's own guesses, ...
     own_after: float = 0.5  # ... once this share of the time has passed
     no_prompt: float = 0.05
     recached: float = 0.5  # chance that the chunk before a switch is stored under the new prompt
@@ -171,7 +170,8 @@ class Trainer:
         if progress > recipe.own_after and rng.random() < recipe.own_context:
             with torch.no_grad():
                 guess = self.predict(torch.cat([past, noisy], dim=1), levels, clip, which)
-            own = torch.from_numpy(rng.random((recipe.batch, chunks)) < recipe.own_share)
+            share = rng.random((recipe.batch, 1))  # of a clip's chunks
+            own = torch.from_numpy(rng.random((recipe.batch, chunks)) < share)
             own = own.repeat_interleave(recipe.chunk, dim=1)
             own[:, 0] &= ~clip["sunk"]
             past = torch.where(own[:, :, None, None, None], guess, past)
