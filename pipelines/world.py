@@ -90,12 +90,19 @@ class WorldPipeline:
             changes = {key: value for key, value in changes.items() if value is not None}
             config = replace(_world_config(raw["world"]), **changes)
             shape = WanConfig(**raw["transformer"])
-            text = WordEncoder(config.vocabulary, shape.text_dim, config.max_words)
-        except (KeyError, TypeError) as error:
+            with torch.device("meta"):  # no random start for weights that are read anyway
+                dit = WanModel(shape).to_empty(device="cpu")
+                text = WordEncoder(config.vocabulary, shape.text_dim, config.max_words)
+                text.to_empty(device="cpu")
+        except (KeyError, TypeError, AttributeError) as error:
             raise WeightsError(f"config.json of {folder.name!r} does not fit: {error}") from error
+        if len(config.keys) != shape.action_dim:
+            raise WeightsError(
+                f"config.json of {folder.name!r} names {len(config.keys)} keys for a transformer "
+                f"that takes actions of width {shape.action_dim}"
+            )
         where = pick_device(device)
         kind = pick_dtype(dtype, where)
-        dit = WanModel(shape)
         load_into(dit, read_tensors(folder / "transformer.safetensors"))
         load_into(text, read_tensors(folder / "text.safetensors"))
         codec = FrameCodec.from_folder(folder / "vae")

@@ -22,7 +22,7 @@ from streamgen.frames import Chunk as FrameChunk
 from streamgen.models.history import CachedHistory, CachedPrompt, Positions
 from streamgen.models.text import WordEncoder
 from streamgen.models.vae import FrameCodec
-from streamgen.models.wan import WanModel
+from streamgen.models.wan import History, Prompt, WanModel
 from streamgen.sampling.denoise import few_step
 from streamgen.sampling.schedule import FewStep
 
@@ -134,6 +134,7 @@ class Engine:
         self.pool = BlockPool(spec, max_sessions * session_frames + history_frames, self.device)
         self.lock = threading.RLock()
         self._prompts: OrderedDict[str, CachedPrompt] = OrderedDict()
+        self._prompts_lock = threading.Lock()  # of its own: asking must not wait for a chunk
 
     def table(self) -> BlockTable:
         """A fresh K/V table for one session."""
@@ -146,7 +147,7 @@ class Engine:
         Raises:
             InvalidRequest: a text over the limit.
         """
-        with self.lock:
+        with self._prompts_lock:
             found = self._prompts.get(text)
             if found is None:
                 found = CachedPrompt(self.dit.encode_prompt(self.text([text])))
@@ -164,8 +165,8 @@ class Engine:
     @torch.inference_mode()
     def denoise(
         self,
-        history: CachedHistory,
-        prompt: CachedPrompt,
+        history: History,
+        prompt: Prompt,
         actions_FA: Tensor,
         draw: Callable[[tuple[int, ...]], Tensor],
         schedule: FewStep,
@@ -191,7 +192,7 @@ class Engine:
 
     @torch.inference_mode()
     def store(
-        self, latents_FCYX: Tensor, history: CachedHistory, prompt: CachedPrompt, actions_FA: Tensor
+        self, latents_FCYX: Tensor, history: History, prompt: Prompt, actions_FA: Tensor
     ) -> None:
         """The clean pass: write the keys and values of finished latents."""
         t = self.config.context_noise
@@ -201,8 +202,8 @@ class Engine:
         self,
         x_FCYX: Tensor,
         t: float,
-        history: CachedHistory,
-        prompt: CachedPrompt,
+        history: History,
+        prompt: Prompt,
         actions_FA: Tensor,
         store_only: bool,
     ) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from copy import copy
@@ -59,6 +60,7 @@ class Mark:
     ) -> None:
         self._state, self._snapshot = state, snapshot
         self._token, self._before = token, before
+        weakref.finalize(self, snapshot.release)
 
     def _copy(self) -> Mark:
         return Mark(self._state, self._snapshot.copy(), self._token, self._before)
@@ -104,6 +106,7 @@ class Session:
             rng=self._generator.get_state(),
         )
         self._table: BlockTable = engine.table()
+        weakref.finalize(self, self._table.close)
         self._image = None if image is None else self._encode_image(image)
         chunks = history_seconds * self.config.fps / self.config.chunk_frames
         self._past: deque[Mark] = deque()
@@ -152,7 +155,8 @@ class Session:
     def act(self, keys: Collection[str]) -> Receipt:
         """Hold exactly these keys from the next chunk on; latest wins.
 
-        A key that is pressed and released before a chunk begins still counts for that chunk.
+        A key that is pressed and released before a chunk begins still counts for that chunk,
+        unless its opposite is held by then.
 
         Raises:
             InvalidRequest: a key that the world does not know.
@@ -160,7 +164,6 @@ class Session:
         """
         held = frozenset([keys] if isinstance(keys, str) else keys)
         self.config.action(held)
-        self._pressed |= held
         return self._ask("act", held)
 
     def prompt(self, text: str, recache: Recache = "last_chunk") -> Receipt:
@@ -186,6 +189,8 @@ class Session:
         with self._queue_lock:
             self._receipts += 1
             self._queue.append((self._receipts, kind, value))
+            if kind == "act":
+                self._pressed |= value
             return Receipt(self._receipts, kind, self._boundary)
 
     def _encode(self, text: str) -> CachedPrompt:
@@ -262,7 +267,7 @@ class Session:
         if state.frame == 0:
             actions = torch.zeros_like(actions)  # nothing led to the first frame
         with watch("cache"):
-            pending = self._begin(lambda: self._table.chunk(config.chunk_frames, undo))
+            pending = self._begin(self._table.chunk, config.chunk_frames, undo)
         with pending:
             with watch("dit"):
                 history = engine.history(pending)
@@ -327,7 +332,7 @@ class Session:
             led_to = torch.from_numpy(actions.astype(np.float32))
             for some, led in zip(latents.split(n), led_to.split(n), strict=True):
                 self._remember(Stopwatch(engine.device))
-                with self._table.chunk(n) as pending:
+                with self._begin(self._table.chunk, n) as pending:
                     engine.store(some, engine.history(pending), self._state.prompt, led)
                     pending.commit()
                 self._draw((1, *some.shape))  # each chunk has noise of its own, watched or made
@@ -352,17 +357,23 @@ class Session:
                 value = {"text": text, "recache": how}
             events.append(Event(id, kind, value, state.frame))
         self._state = replace(state, track=(*state.track, *events))
-        return tuple(events), recache, state.keys | pressed
+        spoilt = {key for pair in self.config.opposites if state.keys & set(pair) for key in pair}
+        return tuple(events), recache, state.keys | (pressed - spoilt)
 
-    def _begin(self, begin: Callable[[], CacheChunk]) -> CacheChunk:
-        """Begin a cache chunk; if the pool is full, the oldest of the past makes room."""
+    def _begin(
+        self, begin: Callable[[int, bool], CacheChunk], frames: int, undo: bool = False
+    ) -> CacheChunk:
+        """Begin a cache chunk; if the pool is full, what a retry or `rewind` needs makes room."""
         while True:
             try:
-                return begin()
+                return begin(frames, undo)
             except PoolFull:
-                if len(self._past) < 2:  # the newest is where a failed step goes back to
+                if len(self._past) > 1:  # the newest is where a failed step goes back to
+                    self._past.popleft().release()
+                elif undo:
+                    undo = False
+                else:
                     raise
-                self._past.popleft().release()
 
     def _recache(self, how: Recache, undo: bool = False) -> None:
         """Recompute the newest chunk, or all in view but the sink, under the text now in force."""
@@ -375,7 +386,7 @@ class Session:
             frames = min(self._table.tail, max(frames, state.frame - config.sink))
         latents = torch.stack(state.latents[-frames:])
         actions = torch.stack(state.actions[-frames:])
-        with self._begin(lambda: self._table.reopen(frames, undo)) as pending:
+        with self._begin(self._table.reopen, frames, undo) as pending:
             causal = config.chunk_frames if frames > config.chunk_frames else None
             history = self.engine.history(pending, causal)
             self.engine.store(latents, history, state.prompt, actions)
@@ -404,6 +415,7 @@ class Session:
         twin._generator = torch.Generator()
         twin._generator.set_state(self._state.rng)
         twin._table = self._table.fork()
+        weakref.finalize(twin, twin._table.close)
         twin._past = deque(mark._copy() for mark in self._past)
         twin._queue_lock = threading.Lock()
         twin._queue, twin._pressed = [], set()

@@ -152,8 +152,10 @@ class BlockTable:
             dying = [] if undo else [block for block in drop.values() if block.ref == 1]
             strangers = self._strangers(visible, keep, dying)
             sinks = [ordinal for ordinal in frames if ordinal < self.policy.shadow]
+            freed = sum(o < self.policy.shadow and block in dying for o, block in drop.items())
             self.pool.require(
-                run=0 if self.lane else self.policy.lane_size, loose=len(strangers) + len(sinks)
+                run=0 if self.lane else self.policy.lane_size,
+                loose=max(0, len(strangers) + len(sinks) - freed),
             )
             # Nothing below can fail.
             if not undo:

@@ -73,11 +73,19 @@ class FrameCodec(nn.Module):
         try:
             config = json.loads((folder / "config.json").read_text())
             stats = json.loads((folder / "latent_stats.json").read_text())
-            name = config["_class_name"]
-            mean, std = stats["mean"], stats["std"]
-        except (OSError, ValueError, KeyError) as error:
+            name, channels = config["_class_name"], config["latent_channels"]
+            mean, std = ([float(x) for x in stats[key]] for key in ("mean", "std"))
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise WeightsError(f"autoencoder in {folder.name!r} can't be read: {error}") from error
-        vae = _autoencoder(name).from_config(config)
+        if not len(mean) == len(std) == channels:
+            raise WeightsError(
+                f"latent_stats.json of {folder.name!r} has {len(mean)} means and {len(std)} "
+                f"deviations for {channels} latent channels"
+            )
+        kind = _autoencoder(name)
+        with torch.device("meta"):
+            vae = kind.from_config(config)
+        vae = nn.Module.to_empty(vae, device="cpu")
         load_into(vae, read_tensors(folder / "diffusion_pytorch_model.safetensors"))
         return cls(vae.float(), mean, std)
 

@@ -165,6 +165,8 @@ def test_weights_of_another_shape(folder: Path) -> None:
     """A config that does not fit its weights."""
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "latent_channels": 8}))
+    stats = {"mean": [0.0] * 8, "std": [1.0] * 8}
+    (folder / "latent_stats.json").write_text(json.dumps(stats))
     with pytest.raises(WeightsError, match="of another shape"):
         FrameCodec.from_folder(folder)
 
