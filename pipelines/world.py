@@ -153,6 +153,9 @@ class WorldPipeline:
             save_file(tensors, folder / f"{name}.safetensors")
         vae = engine.codec.vae
         vae.save_config(folder / "vae")
+        described = json.loads((folder / "vae" / "config.json").read_text())
+        described.pop("_name_or_path", None)  # where it lay on the machine that made it
+        (folder / "vae" / "config.json").write_text(json.dumps(described, indent=2) + "\n")
         tensors = {
             k: (v.to(dtype) if v.is_floating_point() else v).contiguous()
             for k, v in vae.state_dict().items()
