@@ -10,7 +10,7 @@ blocks with Muon, the rest with AdamW; an exponential average is what ships.
 
 The schedule counts minutes of training, not steps, so that a slow machine ends in time; a stopped
 run resumes from its last checkpoint. Workers are processes of one thread each that average their
-gradients: on two busy cores that is more than twice as fast as one process of two threads.
+gradients, which leaves no thread waiting for another within an operation.
 """
 
 from __future__ import annotations

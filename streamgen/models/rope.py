@@ -74,7 +74,7 @@ def rotate(x_BNHD: Tensor, turn_NP: Tensor) -> Tensor:
 
 
 def rotate_real(x_BNHD: Tensor, turn_NP: Tensor) -> Tensor:
-    """The twin of `rotate` without complex arithmetic: what compiled training uses."""
+    """The twin of `rotate` without complex arithmetic, which some compilers can't take."""
     cos_N1P, sin_N1P = turn_NP.real[:, None, :], turn_NP.imag[:, None, :]
     even, odd = x_BNHD.float().unflatten(-1, (-1, 2)).unbind(-1)
     turned = torch.stack((even * cos_N1P - odd * sin_N1P, even * sin_N1P + odd * cos_N1P), dim=-1)
