@@ -5,6 +5,7 @@ StreamgenError
 ├── UnknownModel      no packaged model, folder or hub id of that name
 ├── WeightsError      files are missing, damaged or of another shape
 ├── PoolFull          the KV pool has no free blocks left
+├── TierError         bytes that left the pool can't be had, or can't be stored
 ├── SessionClosed     a session was used after close()
 ├── MissingExtra      an optional package is not installed
 └── PortInUse         the server's port is taken
@@ -29,6 +30,10 @@ class WeightsError(StreamgenError):
 
 class PoolFull(StreamgenError):
     """The KV pool has no free blocks; the message says who holds them. Every table is unchanged."""
+
+
+class TierError(StreamgenError):
+    """A storage tier lost, refused or can't hold bytes; the message says which tier and why."""
 
 
 class SessionClosed(StreamgenError):

@@ -1,11 +1,12 @@
 """Where the bytes of all streams lie: fixed K and V tensors cut into slots, and handles to them.
 
 A `Block` is a handle: tables, forks and snapshots hold it, and only the pool knows bytes. The slot
-is a field of the handle, so a block that moves takes all its holders along.
+is a field of the handle, so a block that moves takes all its holders along; a block that went to
+another tier (`unload`) has no slot until it comes back (`load`).
 
 Invariants (`check` asserts what can be seen from here):
     a sealed block's bytes never change while somebody holds it;
-    a slot holds at most one live block, a block lies in exactly one slot;
+    a slot holds at most one live block, a block lies in exactly one slot or in another tier;
     `ref` is the number of holders; a block that nobody holds is gone and its slot is empty;
     a slot of a lane is never handed out, even while it is empty.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,20 +31,36 @@ class Block:
     """A handle to the K and V of one latent frame, in every layer.
 
     Attributes:
-        slot: where its bytes lie in the pool; -1 once nobody holds it.
+        slot: where its bytes lie in the pool; -1 while they lie in another tier, or once nobody
+            holds the block.
         ref: number of holders.
         sealed: committed, its bytes are final. An unsealed block is pending and has one owner.
+        away: what another tier keeps of it; None while the bytes lie in the pool.
     """
 
-    __slots__ = ("slot", "ref", "sealed")
+    __slots__ = ("slot", "ref", "sealed", "away")
 
     def __init__(self, slot: int, sealed: bool = False) -> None:
         self.slot = slot
         self.ref = 1
         self.sealed = sealed
+        self.away: Away | None = None
 
     def __repr__(self) -> str:
-        return f"Block(slot={self.slot}, ref={self.ref}, sealed={self.sealed})"
+        where = f"away={self.away}" if self.away else f"slot={self.slot}"
+        return f"Block({where}, ref={self.ref}, sealed={self.sealed})"
+
+
+class Away(Protocol):
+    """The bytes of a block that left the pool, wherever they are (`streamgen.cache.tier`)."""
+
+    def read(self, out: memoryview) -> None:
+        """Copy the verified bytes into `out`; raises StreamgenError if they can't be had."""
+        ...
+
+    def forget(self) -> None:
+        """Nobody wants the bytes any more."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -108,6 +126,7 @@ class BlockPool:
             self._flat = tuple(
                 (k.flatten(0, 1), v.flatten(0, 1)) for k, v in zip(self.k, self.v, strict=True)
             )
+        self._storage = (*self.k, *self.v)  # everything that has a slot as its first axis
         self._flags = bytearray(num_blocks)
         self._blocks: list[Block | None] = [None] * num_blocks
         self._lanes: set[Lane] = set()
@@ -132,8 +151,46 @@ class BlockPool:
         return self._occupy(Block(slot, sealed=True), slot)
 
     def _carry(self, source: int, target: int) -> None:
-        for tensor in (*self.k, *self.v):
+        for tensor in self._storage:
             tensor[target].copy_(tensor[source])
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of one block outside the pool."""
+        return sum(tensor[0].nbytes for tensor in self._storage)
+
+    def read(self, block: Block, out: memoryview) -> None:
+        """Copy a block's bytes, storage by storage, to `out` (`payload_bytes` of them)."""
+        at = 0
+        for tensor in self._storage:
+            part = _bytes_of(tensor[block.slot].cpu())
+            out[at : at + len(part)] = part
+            at += len(part)
+
+    def unload(self, block: Block, away: Away) -> None:
+        """Free the slot of a sealed block whose bytes another tier has; every holder follows."""
+        assert block.sealed and block.slot >= 0, f"{block} can't leave the pool"
+        self._vacate(block.slot)
+        block.slot, block.away = -1, away
+
+    def load(self, block: Block, slot: int) -> None:
+        """Bring a block back from another tier into an empty slot; every holder follows.
+
+        Raises:
+            StreamgenError: the bytes can't be had; the block stays away.
+        """
+        assert block.away is not None, f"{block} is not away"
+        payload = torch.empty(self.payload_bytes, dtype=torch.uint8)
+        block.away.read(memoryview(payload.numpy()))
+        at = 0
+        for tensor in self._storage:
+            target = tensor[slot]
+            part = payload[at : at + target.nbytes]
+            target.copy_(part.view(tensor.dtype).view(target.shape))
+            at += target.nbytes
+        away, block.away = block.away, None
+        self._occupy(block, slot)
+        away.forget()
 
     # Slots
 
@@ -204,8 +261,25 @@ class BlockPool:
         assert block.ref > 0, f"{block} is dead"
         block.ref -= 1
         if block.ref == 0:
-            self._vacate(block.slot)
-            block.slot = -1
+            if block.away is not None:
+                block.away.forget()
+                block.away = None
+            else:
+                self._vacate(block.slot)
+                block.slot = -1
+
+    def own(self, block: Block) -> Block:
+        """The block to write to in place of `block`: itself, unsealed, if nobody else holds it,
+        else a copy in a spare slot (copy-on-write), and one holder less of the shared one.
+
+        Raises:
+            PoolFull: a copy is needed and no slot is free; nothing has changed.
+        """
+        if block.ref > 1:
+            block, shared = self.copy(block, self.spare(1)[0]), block
+            self.release(shared)
+        block.sealed = False
+        return block
 
     def _occupy(self, block: Block, slot: int) -> Block:
         assert self._blocks[slot] is None, f"slot {slot} holds {self._blocks[slot]}"
@@ -255,3 +329,7 @@ class BlockPool:
             f"(lanes: {s.lanes}, with {s.reserved} slots; live blocks: {s.live}; "
             f"shared by forks or snapshots: {s.shared})"
         )
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy())

@@ -2,13 +2,14 @@
 
 Handles and integers only. `chunk` is the one moment at which anything moves:
 
+    return   visible frames that went to another tier come back
     leave    frames that the chunk can't see are released (or held, with undo)
     evacuate blocks of others that lie where this chunk needs room move out of the lane
     settle   visible frames that lie elsewhere come into the lane: moved if they are ours alone,
              copied if they are shared
     place    the pending frames take their lane slots
 
-In the steady state of one session the first and the last step are all there is: the new frames
+In the steady state of one session `leave` and `place` are all there is: the new frames
 take the slots that the old ones left, and no byte moves but those that the model writes.
 """
 
@@ -121,6 +122,7 @@ class BlockTable:
             InvalidRequest: the policy refuses `n`, a chunk is pending, the table is closed, or a
                 visible frame was dropped by an aborted chunk.
             PoolFull: there is no room; the table and the pool are unchanged.
+            TierError: a visible frame went to another tier, which has lost it.
         """
         return self._begin(self.end, n, undo)
 
@@ -148,6 +150,7 @@ class BlockTable:
                 self.policy.validate(n, frames.stop)
             visible = self.policy.visible(frames.stop)
             keep = self._visible_past(visible, first)
+            self._fetch(keep.values())
             drop = {o: block for o, block in self._blocks.items() if o not in keep}
             dying = [] if undo else [block for block in drop.values() if block.ref == 1]
             strangers = self._strangers(visible, keep, dying)
@@ -181,6 +184,12 @@ class BlockTable:
                 "aborted chunk has dropped: end at a later frame, rewind, or use undo=True"
             )
         return {ordinal: self._blocks[ordinal] for ordinal in past}
+
+    def _fetch(self, blocks: Iterable[Block]) -> None:
+        """Bring blocks back from other tiers; if one can't be had, the table is unchanged."""
+        away = [block for block in blocks if block.away]
+        for block, slot in zip(away, self.pool.spare(len(away)), strict=True):
+            self.pool.load(block, slot)
 
     def _strangers(
         self, visible: Sequence[int], keep: dict[int, Block], dying: list[Block]
@@ -282,6 +291,18 @@ class BlockTable:
             old = self._blocks
             self._adopt(dict(snapshot.entries), snapshot.end)
             self._release(old.values())
+
+    def park(self) -> None:
+        """Give the lane back and keep the blocks: they can go to other tiers until the next chunk.
+
+        Raises:
+            InvalidRequest: a chunk is pending or the table is closed.
+        """
+        with self.pool.lock:
+            self._expect_idle()
+            if self.lane:
+                self.pool.dissolve(self.lane)
+            self.lane, self._shadowed = None, {}
 
     def close(self) -> None:
         """Give everything back: a pending chunk is aborted, blocks released, the lane dissolved.
