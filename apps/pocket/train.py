@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import time
 from collections.abc import Iterator
@@ -31,7 +30,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
-from streamgen.apps.pocket.critic import Critic, critic_loss, realness_gradient
 from streamgen.apps.pocket.data import Clip, Clips
 from streamgen.apps.pocket.forcing import PromptPerFrame, TwoStreams
 from streamgen.apps.pocket.prompts import MAX_WORDS, VOCABULARY
@@ -72,10 +70,10 @@ class Recipe:
     context_noise: float = 0.3  # highest noise level of a context
     own_context: float = 0.5  # chance that a step's context holds the model's own guesses, ...
     own_after: float = 0.5  # ... once this share of the time has passed
-    critic_after: float = 0.45  # share of the time after which the critic learns, ...
-    critic_weight: float = 1.0  # ... and the length of its say, relative to the error's
-    critic_warmup_steps: int = 60  # steps in which it learns and has no say
-    critic_rate: float = 4e-4
+    dreams: int = 48  # batches whose guesses are kept as the context of a later step, ...
+    dream_depth: int = 8  # ... so many times, each time guessed anew from the last guess
+    own_level: float = 0.05  # noise level that a context of own guesses is told to have
+    dream_level: float = 0.4  # from this noise level on a guess is the model's own
     no_prompt: float = 0.05
     recached: float = 0.5  # chance that the chunk before a switch is stored under the new prompt
     seed: int = 0
@@ -99,6 +97,15 @@ def noise_levels(rng: np.random.Generator, shape: tuple[int, int]) -> Tensor:
 def mix(x0: Tensor, noise: Tensor, level_BF: Tensor) -> Tensor:
     """Flow matching's straight line from a clean latent (level 0) to noise (level 1)."""
     return torch.lerp(x0, noise, level_BF[:, :, None, None, None])
+
+
+@dataclass(frozen=True)
+class Dream:
+    """A batch of clips and what the model made of them after `depth` guesses upon guesses."""
+
+    clip: Clip
+    latents: Tensor
+    depth: int = 0
 
 
 class Trainer:
@@ -129,11 +136,7 @@ class Trainer:
             ),
             torch.optim.AdamW(rest, lr=recipe.rate, betas=(0.9, 0.98), weight_decay=0.0),
         )
-        self.critic = Critic(CONFIG.in_channels, recipe.chunk, CONFIG.action_dim)
-        self.critic_optimiser = torch.optim.AdamW(
-            self.critic.parameters(), lr=recipe.critic_rate, betas=(0.0, 0.99), weight_decay=1e-3
-        )
-        self.critic_steps, self.critic_loss = 0, math.nan
+        self.dreams: list[Dream] = []
         self.step_count, self.seconds = 0, 0.0
         self._push()
 
@@ -158,15 +161,28 @@ class Trainer:
         level = torch.rand(batch, frames) * self.recipe.context_noise * noised
         return mix(x0, torch.randn_like(x0), level), level
 
+    def _fresh(self) -> Dream:
+        recipe, rng = self.recipe, self.rng
+        clip = self.clips.sample(rng, recipe.batch, recipe.frames, recipe.chunk)
+        for texts in clip["prompts"]:
+            texts[:] = [t if rng.random() > recipe.no_prompt else "" for t in texts]
+        return Dream(clip, clip["latents"])
+
+    def _recall(self) -> Dream:
+        """Take one of the kept batches out, or a fresh one while there are few."""
+        if len(self.dreams) < self.recipe.dreams:
+            return self._fresh()
+        return self.dreams.pop(int(self.rng.integers(len(self.dreams))))
+
     def step(self, progress: float) -> tuple[float, float]:
         """One step of training; returns the loss and the x0 error where the noise is above 0.5."""
         recipe = self.recipe
         seed = (recipe.seed, self.step_count, self.worker)
         self.rng = rng = np.random.default_rng(seed)
         torch.manual_seed(int(rng.integers(2**62)))
-        clip = self.clips.sample(rng, recipe.batch, recipe.frames, recipe.chunk)
-        for texts in clip["prompts"]:
-            texts[:] = [t if rng.random() > recipe.no_prompt else "" for t in texts]
+        dreaming = progress > recipe.own_after and rng.random() < recipe.own_context
+        dream = self._recall() if dreaming else self._fresh()
+        clip = dream.clip
         x0 = clip["latents"]
         chunks = recipe.frames // recipe.chunk
         level = noise_levels(rng, (recipe.batch, chunks)).repeat_interleave(recipe.chunk, dim=1)
@@ -178,61 +194,32 @@ class Trainer:
             [frame >= (clip["switch"] - recached)[:, None], frame >= clip["switch"][:, None]], dim=1
         ).long()
         levels = torch.cat([past_level, level], dim=1)
-        if progress > recipe.own_after and rng.random() < recipe.own_context:
-            with torch.no_grad():
-                guess = self.predict(torch.cat([past, noisy], dim=1), levels, clip, which)
-            share = rng.random((recipe.batch, 1))  # of a clip's chunks
+        if dream.depth:
+            share = rng.random((recipe.batch, 1)) * 2  # of a clip's chunks; often all of them
             own = torch.from_numpy(rng.random((recipe.batch, chunks)) < share)
             own = own.repeat_interleave(recipe.chunk, dim=1)
             own[:, 0] &= ~clip["sunk"]
-            past = torch.where(own[:, :, None, None, None], guess, past)
-            levels = torch.cat([past_level.masked_fill(own, 0.0), level], dim=1)
+            past = torch.where(own[:, :, None, None, None], dream.latents, past)
+            levels = torch.cat([past_level.masked_fill(own, recipe.own_level), level], dim=1)
         out = self.predict(torch.cat([past, noisy], dim=1), levels, clip, which)
         error_BF = (out - x0).square().mean(dim=(2, 3, 4))
         # In a clip with a far sink the first chunk joins two moments: nothing to learn there.
         use = torch.ones_like(level)
         use[clip["sunk"], : recipe.chunk] = 0.0
         loss = (error_BF * use / level.clamp_min(0.35).square()).mean()
-        slope = torch.autograd.grad(loss, out, retain_graph=True)[0]
-        if progress > recipe.critic_after:
-            slope = slope + self._ask_critic(x0, out.detach(), clip, use, progress) * slope.norm()
-        out.backward(slope)
+        loss.backward()
         self._update(progress)
+        if dreaming and dream.depth < recipe.dream_depth:
+            own = (level > recipe.dream_level)[:, :, None, None, None]
+            guess = torch.where(own, out.detach(), dream.latents)
+            self.dreams.append(Dream(clip, guess, dream.depth + 1))
         high = (level > 0.5) & (use > 0)
         return loss.item(), error_BF.detach()[high].mean().item()
-
-    def _ask_critic(
-        self, x0: Tensor, out: Tensor, clip: Clip, use_BF: Tensor, progress: float
-    ) -> Tensor:
-        """Teach the critic a step; the direction in which it wants `out` to go down, scaled."""
-        recipe = self.recipe
-        chunks = [x.unflatten(1, (-1, recipe.chunk)) for x in (x0, out, clip["keys"])]
-        before = torch.cat([torch.zeros_like(chunks[0][:, :1]), chunks[0][:, :-1]], dim=1)
-        used = use_BF[:, :: recipe.chunk] > 0
-        pasts, real, fake, keys = (x[used] for x in (before, *chunks))
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = critic_loss(self.critic, pasts, real, fake, keys)
-            loss.backward()
-            slope = torch.zeros_like(chunks[1])
-            slope[used] = realness_gradient(self.critic, pasts, real, fake, keys)
-        self.critic_loss = loss.item()
-        average_gradients(self.critic)
-        self.critic_optimiser.param_groups[0]["lr"] = recipe.critic_rate * self._decay(progress)
-        self.critic_optimiser.step()
-        self.critic_optimiser.zero_grad()
-        self.critic_steps += 1
-        if self.critic_steps <= recipe.critic_warmup_steps:
-            return torch.zeros_like(out)
-        return recipe.critic_weight * slope.flatten(1, 2) / slope.norm().clamp_min(1e-12)
-
-    @staticmethod
-    def _decay(progress: float) -> float:
-        """Share of the rate: constant, then linear to a hundredth."""
-        return max(0.01, min(1.0, (1.0 - progress) / 0.6))
 
     def _update(self, progress: float) -> None:
         recipe = self.recipe
         ramp = min(1.0, (self.step_count + 1) / recipe.warmup_steps)
+        decay = min(1.0, max(0.0, (1.0 - progress) / 0.6))  # constant, then linear to zero
         flat = torch.cat([low.grad.float().flatten() for low in self.model.parameters()])
         if dist.is_initialized():
             dist.all_reduce(flat)
@@ -245,7 +232,7 @@ class Trainer:
         nn.utils.clip_grad_norm_(self.master.parameters(), 1.0)
         for optimiser in self.optimisers:
             for group in optimiser.param_groups:
-                group["lr"] = recipe.rate * ramp * self._decay(progress)
+                group["lr"] = recipe.rate * ramp * max(decay, 0.01)
             optimiser.step()
         for owner, share in enumerate(self.shares if dist.is_initialized() else ()):
             flat = torch.cat([p.detach().flatten() for p in share])
@@ -267,9 +254,6 @@ class Trainer:
                 "master": self.master.state_dict(),
                 "average": self.average,
                 "adamw": adamw,
-                "critic": self.critic.state_dict(),
-                "critic_optimiser": self.critic_optimiser.state_dict(),
-                "critic_steps": self.critic_steps,
                 "step": self.step_count,
                 "seconds": self.seconds,
             }
@@ -281,10 +265,6 @@ class Trainer:
         self.master.load_state_dict(state["master"])
         self.average = state["average"]
         self.optimisers[1].load_state_dict(state["adamw"])
-        if "critic" in state:
-            self.critic.load_state_dict(state["critic"])
-            self.critic_optimiser.load_state_dict(state["critic_optimiser"])
-            self.critic_steps = state["critic_steps"]
         self.step_count, self.seconds = state["step"], state["seconds"]
         momentum = folder / f"muon-{self.worker}.pt"
         if momentum.exists():
@@ -301,24 +281,13 @@ class Trainer:
         self._push()
 
 
-def average_gradients(module: nn.Module) -> None:
-    """Replace every gradient by its mean over the workers."""
-    if dist.is_initialized():
-        flat = torch.cat([p.grad.flatten() for p in module.parameters()])
-        dist.all_reduce(flat)
-        flat /= dist.get_world_size()
-        parameters = list(module.parameters())
-        for p, grad in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-            p.grad = grad.view_as(p)
-
-
 def _write(state: dict[str, Any], path: Path) -> None:
     torch.save(state, path.with_suffix(".tmp"))
     os.replace(path.with_suffix(".tmp"), path)
 
 
-def run(trainer: Trainer, minutes: float) -> Iterator[tuple[int, float, tuple[float, ...]]]:
-    """Train until `minutes` of training are done, yielding (step, minutes, (loss, error, critic))."""
+def run(trainer: Trainer, minutes: float) -> Iterator[tuple[int, float, float, float]]:
+    """Train until `minutes` of training are done, yielding (step, minutes, loss, error)."""
     while trainer.seconds < 60 * minutes:
         start = time.monotonic()
         loss, error = trainer.step(trainer.seconds / (60 * minutes))
@@ -327,7 +296,7 @@ def run(trainer: Trainer, minutes: float) -> Iterator[tuple[int, float, tuple[fl
             clock = torch.tensor(trainer.seconds, dtype=torch.float64)
             dist.broadcast(clock, src=0)
             trainer.seconds = clock.item()
-        yield trainer.step_count, trainer.seconds / 60, (loss, error, trainer.critic_loss)
+        yield trainer.step_count, trainer.seconds / 60, loss, error
 
 
 def work(worker: int, workers: int, args: argparse.Namespace) -> None:
@@ -343,14 +312,14 @@ def work(worker: int, workers: int, args: argparse.Namespace) -> None:
         trainer.begin_from(args.begin_from)
     if worker == 0:
         print(json.dumps({"recipe": asdict(trainer.recipe), "config": asdict(CONFIG)}), flush=True)
-    losses: list[tuple[float, ...]] = []
-    for step, minute, found in run(trainer, args.minutes):
-        losses.append(found)
+    losses: list[tuple[float, float]] = []
+    for step, minute, loss, error in run(trainer, args.minutes):
+        losses.append((loss, error))
         if worker == 0 and step % 50 == 0:
             mean = np.nanmean(losses, axis=0)
-            named = zip(("loss", "x0", "critic"), mean, strict=True)
-            text = "  ".join(f"{name} {value:.4f}" for name, value in named)
-            print(f"step {step}  {minute:.1f} min  {text}", flush=True)
+            print(
+                f"step {step}  {minute:.1f} min  loss {mean[0]:.4f}  x0 {mean[1]:.4f}", flush=True
+            )
             losses.clear()
         if step % 100 == 0:
             trainer.save(args.data)
