@@ -49,5 +49,5 @@ def few_step(
         x0 = to_x0(x, predict(x, t), schedule.sigma(t), kind)
         if following is None:
             break
-        x = add_noise(x0, draw(x0), schedule.sigma(following))
+        x = add_noise(x0, schedule.noise * draw(x0), schedule.sigma(following))
     return x0

@@ -30,14 +30,17 @@ class FewStep:
             list is dropped, as CausVid does.
         shift: the table's shift.
         warp: whether `steps` counts unshifted steps (True), or is shifted already (False).
+        noise: standard deviation of the fresh noise between two steps. Above 1 it gives back the
+            detail that a few steps lose (S_noise of EDM, arXiv 2206.00364, appendix D.2).
 
     Raises:
-        InvalidRequest: an empty, rising or out-of-range list.
+        InvalidRequest: an empty, rising or out-of-range list, or noise that is not positive.
     """
 
     steps: tuple[float, ...]
     shift: float = 5.0
     warp: bool = True
+    noise: float = 1.0
 
     def __post_init__(self) -> None:
         steps = tuple(self.steps)
@@ -45,6 +48,8 @@ class FewStep:
         falling = all(a > b for a, b in zip(steps, steps[1:], strict=False))
         if not steps or not falling or steps[0] > TRAIN_STEPS or steps[-1] <= 0:
             raise InvalidRequest(f"steps {steps}: accepted are falling numbers in (0, 1000]")
+        if self.noise <= 0:
+            raise InvalidRequest(f"noise {self.noise}: accepted are positive numbers")
         object.__setattr__(self, "steps", steps)
 
     @cached_property

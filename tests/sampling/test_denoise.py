@@ -87,3 +87,24 @@ def test_noise_levels_meet_in_the_line() -> None:
     assert torch.equal(add_noise(x0, noise, 0.0), x0)
     assert torch.equal(add_noise(x0, noise, 1.0), noise)
     torch.testing.assert_close(add_noise(x0, noise, 0.25), torch.lerp(x0, noise, 0.25))
+
+
+def test_noise_between_steps() -> None:
+    """`noise` scales what is drawn between two steps and nothing else."""
+    noise, fresh = random(0), random(1)
+
+    def run(scale: float) -> list[Tensor]:
+        seen = []
+
+        def predict(x: Tensor, t: float) -> Tensor:
+            seen.append(x)
+            return torch.zeros_like(x)
+
+        schedule = FewStep((1000, 500), shift=1.0, noise=scale)
+        few_step(predict, noise, schedule, lambda x: fresh, "sample")
+        return seen
+
+    for scale in (1.0, 1.3):
+        first, second = run(scale)
+        torch.testing.assert_close(first, noise)
+        torch.testing.assert_close(second, 0.5 * scale * fresh)

@@ -73,3 +73,9 @@ def test_lists_become_tuples() -> None:
     """As JSON gives them; a schedule can be a key."""
     schedule = FewStep([1000, 500])  # type: ignore[arg-type]
     assert schedule == FewStep((1000, 500)) and hash(schedule) == hash(FewStep((1000, 500)))
+
+
+def test_noise_must_be_positive() -> None:
+    """Without fresh noise a second step has nothing to do."""
+    with pytest.raises(InvalidRequest, match="noise 0: accepted"):
+        FewStep((1000,), noise=0)
