@@ -210,6 +210,130 @@ def world(
     benchmark.run(model, repeats, chunks, output, threads, quick=quick)
 
 
+@bench.command()
+def cache(
+    repeats: Annotated[int, typer.Option(min=1, help="Interleaved repeats of each figure.")] = 7,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the report as JSON too.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Only see that everything runs.")] = False,
+) -> None:
+    """Count and time the cache core alone: updates against peers' ways, handles, memory, tiers."""
+    from streamgen.apps.bench import cache as benchmark
+
+    benchmark.run(repeats, output, quick=quick)
+
+
+@bench.command()
+def blend(
+    model: Annotated[
+        str, typer.Argument(help="A packaged name, a folder, or a hub id.")
+    ] = "pocket-world",
+    walks: Annotated[int, typer.Option(min=1, help="Walks to reuse chunks in.")] = 12,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the report as JSON too.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Reuse cached chunks at another place: quality against the share that is recomputed."""
+    from streamgen.apps.bench import blend as benchmark
+
+    benchmark.run_blend(model, output, as_json, walks=walks)
+
+
+@bench.command()
+def needle(
+    folder: Annotated[
+        Path, typer.Option(help="Where the little decoder lies, or is trained to (7 minutes).")
+    ] = Path("out/needle"),
+    streams: Annotated[int, typer.Option(min=1, help="Streams that every policy reads.")] = 200,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the report as JSON too.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Only see that everything runs.")] = False,
+) -> None:
+    """Find needles in a stream under a budget: HERMES and other evictions, on a toy."""
+    from streamgen.apps.bench.needle.run import run_needle
+
+    run_needle(folder, streams=streams, json_path=output, quick=quick)
+
+
+@app.command()
+def plan(
+    model: Annotated[
+        str,
+        typer.Option(help="A name of the table, a packaged world, or a config.json or its folder."),
+    ],
+    gpu: Annotated[
+        str, typer.Option(help="A name such as h200, cpu, or a size such as 96GB.")
+    ] = "h200",
+    sessions: Annotated[int, typer.Option(min=1, help="Sessions to hold at once.")] = 1,
+    context: Annotated[
+        str | None,
+        typer.Option(
+            help="Tokens of a session: 59000, 59k (59,000), 59Ki (60,416), 21f (latent frames), or "
+            "a mix as in '50:16Ki,30:64Ki,20:160Ki'. [default: what a window keeps]"
+        ),
+    ] = None,
+    kv: Annotated[
+        str, typer.Option(help="raw, usual (as the model is mostly served), fp8, int8, nvfp4, ...")
+    ] = "raw",
+    nodes: Annotated[int, typer.Option(min=1, help="Machines.")] = 1,
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs of a machine.")] = 1,
+    gpus_per_copy: Annotated[
+        int,
+        typer.Option(
+            min=0, help="GPUs that share a copy of the weights; 0 = as few nodes as it fits into."
+        ),
+    ] = 0,
+    reserve: Annotated[
+        float, typer.Option(min=0, max=99, help="Per cent of GPU memory left to activations.")
+    ] = 10.0,
+    dram: Annotated[str, typer.Option(help="Host memory of a node for what does not fit.")] = "0",
+    nvme: Annotated[str, typer.Option(help="Disk of a node for what does not fit there.")] = "0",
+    pooled: Annotated[
+        str, typer.Option(help="A store that all nodes reach: a size, or 'unlimited'.")
+    ] = "0",
+    share_prefix: Annotated[str, typer.Option(help="Tokens that all sessions begin with.")] = "0",
+    prompts: Annotated[
+        int | None, typer.Option(min=1, help="Different texts. [default: one a session]")
+    ] = None,
+    past: Annotated[
+        str, typer.Option(help="Tokens or frames behind the window that can be gone back to.")
+    ] = "0",
+    snapshot_every: Annotated[
+        str | None, typer.Option(help="Tokens or frames between two copies of the state.")
+    ] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="Bytes of the weights. [default: as the table says]")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+) -> None:
+    """How much memory sessions need, how many fit, and in which tier the others land."""
+    from streamgen.apps.plan import run_plan
+
+    run_plan(
+        model,
+        gpu,
+        sessions,
+        context=context,
+        kv=kv,
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        gpus_per_copy=gpus_per_copy,
+        reserve=reserve,
+        dram=dram,
+        nvme=nvme,
+        pooled=pooled,
+        share_prefix=share_prefix,
+        prompts=prompts,
+        past=past,
+        snapshot_every=snapshot_every,
+        weights=weights,
+        as_json=as_json,
+    )
+
+
 @app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,

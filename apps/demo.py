@@ -13,9 +13,9 @@ from typing import Any
 from fastapi import FastAPI
 
 from streamgen.apps.hub import Hub
-from streamgen.apps.images import fit_image
 from streamgen.apps.server import STATIC, page_options, script_json
 from streamgen.errors import StreamgenError
+from streamgen.frames import fit_image
 from streamgen.weights import registry
 
 HELP = """

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from streamgen.errors import InvalidRequest
+from streamgen.frames import fit_image
 
 MAX_PIXELS = 40_000_000  # a small file can unpack to gigabytes
 _NO_IMAGE = "not an image; PNG, JPEG and WebP are read"
@@ -44,20 +45,6 @@ def read_image(source: bytes | str | Path, *, width: int, height: int) -> np.nda
     if pixels is None:
         raise InvalidRequest(_NO_IMAGE)
     return fit_image(cv2.cvtColor(pixels, cv2.COLOR_BGR2RGB), width=width, height=height)
-
-
-def fit_image(pixels: np.ndarray, *, width: int, height: int) -> np.ndarray:
-    """Cut the middle of uint8 `[H, W, 3]` to the proportions of width x height, and resize."""
-    import cv2
-
-    have_height, have_width = pixels.shape[:2]
-    cut_width = max(1, min(have_width, round(have_height * width / height)))
-    cut_height = max(1, min(have_height, round(have_width * height / width)))
-    top, left = (have_height - cut_height) // 2, (have_width - cut_width) // 2
-    cut = pixels[top : top + cut_height, left : left + cut_width]
-    shrinks = cut_width > width
-    how = cv2.INTER_AREA if shrinks else cv2.INTER_CUBIC
-    return np.ascontiguousarray(cv2.resize(cut, (width, height), interpolation=how))
 
 
 def _check_size(data: bytes) -> None:

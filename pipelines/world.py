@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from streamgen import session_file
+from streamgen.cache.codec import codec_name
 from streamgen.device import pick_device, pick_dtype
 from streamgen.engine import Engine, WorldConfig
 from streamgen.errors import InvalidRequest, WeightsError
@@ -64,6 +66,7 @@ class WorldPipeline:
         positions: str | None = None,
         max_sessions: int = 4,
         history_seconds: float = 8.0,
+        kv: str = "raw",
     ) -> WorldPipeline:
         """Load a packaged world, a local folder or a hub id.
 
@@ -75,12 +78,15 @@ class WorldPipeline:
                 `streamgen.models.history`.
             max_sessions: sessions that the KV pool has room for.
             history_seconds: past of each that it has room for besides.
+            kv: how frames of the past are stored: "raw", "fp8", "fp8_e5m2", "int8" or "nvfp4"; see
+                `streamgen.cache.codec`.
 
         Raises:
             UnknownModel: nothing of that name.
             WeightsError: files missing, damaged or of other shapes.
             InvalidRequest: a value is not accepted, such as a window smaller than sink + chunk.
         """
+        kv = codec_name(kv)  # refused before anything is read
         folder = registry.resolve(name)
         if (folder / registry.MANIFEST).exists():
             registry.verify(folder)
@@ -112,7 +118,8 @@ class WorldPipeline:
         text.to(kind)
         codec.cast(kind)
         past = round(max_sessions * history_seconds * config.fps)
-        return cls(Engine(dit, text, codec, config, max_sessions, past), folder.name, folder)
+        engine = Engine(dit, text, codec, config, max_sessions, past, kv)
+        return cls(engine, folder.name, folder)
 
     def session(
         self,
@@ -137,6 +144,22 @@ class WorldPipeline:
         if isinstance(image, (str, Path)):
             image = read_image(image)
         return Session(self.engine, text, seed, image, history_seconds)
+
+    def load_session(self, path: str | Path, history_seconds: float | None = None) -> Session:
+        """Go on with a walk that `Session.save` wrote, bitwise as if it had never stopped.
+
+        Args:
+            path: of the file.
+            history_seconds: how far back `rewind` will be able to go; None = as far as before. The
+                file holds no past to go back to: that begins anew.
+
+        Raises:
+            SessionFileError: the file can't be read, or is damaged.
+            InvalidRequest: it is no session file, or its session was made with another model,
+                other settings or another dtype.
+            PoolFull: there is no room for its K/V.
+        """
+        return session_file.load(self.engine, path, history_seconds)
 
     def save_pretrained(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """Write the folder that `from_pretrained` reads, weights in `dtype`."""

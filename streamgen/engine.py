@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from streamgen.cache import BlockPool, BlockTable, Chunk, KVSpec, SinkWindow
+from streamgen.cache.codec import codec_name
 from streamgen.errors import InvalidRequest
 from streamgen.frames import Chunk as FrameChunk
 from streamgen.models.history import CachedHistory, CachedPrompt, Positions
@@ -108,6 +109,11 @@ class Engine:
         config: the world.
         max_sessions: sessions that the pool has room for.
         history_frames: frames of past, over all sessions, that the pool has room for besides.
+        kv: how the pool stores committed frames: "raw", "fp8" (short for "fp8_e4m3"), "fp8_e5m2",
+            "int8" or "nvfp4" (`streamgen.cache.codec`).
+
+    Raises:
+        InvalidRequest: another `kv`, or one that can't take the transformer's heads.
     """
 
     def __init__(
@@ -118,6 +124,7 @@ class Engine:
         config: WorldConfig,
         max_sessions: int = 4,
         history_frames: int = 0,
+        kv: str = "raw",
     ) -> None:
         self.dit, self.text, self.codec, self.config = dit, text, codec, config
         self.grid = dit.config.grid(config.latent_hw)
@@ -125,10 +132,11 @@ class Engine:
         self.device = dit.patch_embedding.weight.device
         spec = KVSpec(
             num_layers=dit.config.num_layers,
-            kv_heads=dit.config.num_heads,
+            kv_heads=dit.config.kv_heads,
             head_dim=dit.config.head_dim,
             block_tokens=self.grid[0] * self.grid[1],
             dtype=dit.dtype,
+            codec=codec_name(kv),
         )
         session_frames = config.window + config.sink
         self.pool = BlockPool(spec, max_sessions * session_frames + history_frames, self.device)

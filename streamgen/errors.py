@@ -6,6 +6,7 @@ StreamgenError
 ├── WeightsError      files are missing, damaged or of another shape
 ├── PoolFull          the KV pool has no free blocks left
 ├── TierError         bytes that left the pool can't be had, or can't be stored
+├── SessionFileError  a saved session is unreadable, damaged or could not be written
 ├── SessionClosed     a session was used after close()
 ├── MissingExtra      an optional package is not installed
 └── PortInUse         the server's port is taken
@@ -34,6 +35,10 @@ class PoolFull(StreamgenError):
 
 class TierError(StreamgenError):
     """A storage tier lost, refused or can't hold bytes; the message says which tier and why."""
+
+
+class SessionFileError(StreamgenError):
+    """A session file can't be read or written, or is damaged; no session was made of it."""
 
 
 class SessionClosed(StreamgenError):

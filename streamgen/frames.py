@@ -64,3 +64,17 @@ class Chunk:
     tensor: Any
     timing: Timing
     applied: tuple[Event, ...]
+
+
+def fit_image(pixels: np.ndarray, *, width: int, height: int) -> np.ndarray:
+    """Cut the middle of uint8 `[H, W, 3]` to the proportions of width x height, and resize."""
+    import cv2
+
+    have_height, have_width = pixels.shape[:2]
+    cut_width = max(1, min(have_width, round(have_height * width / height)))
+    cut_height = max(1, min(have_height, round(have_width * height / width)))
+    top, left = (have_height - cut_height) // 2, (have_width - cut_width) // 2
+    cut = pixels[top : top + cut_height, left : left + cut_width]
+    shrinks = cut_width > width
+    how = cv2.INTER_AREA if shrinks else cv2.INTER_CUBIC
+    return np.ascontiguousarray(cv2.resize(cut, (width, height), interpolation=how))

@@ -14,10 +14,10 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from copy import copy
 from dataclasses import dataclass, replace
+from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal, get_args
 
-import cv2
 import numpy as np
 import torch
 from torch import Tensor
@@ -26,10 +26,19 @@ from streamgen.cache import BlockTable, Snapshot
 from streamgen.cache import Chunk as CacheChunk
 from streamgen.engine import Engine, Stopwatch
 from streamgen.errors import InvalidRequest, PoolFull, SessionClosed
-from streamgen.frames import Chunk, Event, Receipt, Timing
+from streamgen.frames import Chunk, Event, Receipt, Timing, fit_image
 from streamgen.models.history import CachedPrompt
 
 Recache = Literal["last_chunk", "window", "off"]
+
+
+@dataclass(frozen=True, eq=False)
+class _Track:
+    """The events of one chunk and, linked, all before them: a step adds without copying, and a
+    mark or a twin shares what lies behind."""
+
+    events: tuple[Event, ...]
+    before: _Track | None
 
 
 @dataclass(frozen=True)
@@ -45,7 +54,7 @@ class _State:
     decoder: Any = None
     latents: tuple[Tensor, ...] = ()  # clean latents [C, Y, X] of the last frames, up to a window
     actions: tuple[Tensor, ...] = ()  # and what led to them
-    track: tuple[Event, ...] = ()
+    track: _Track | None = None
 
 
 class Mark:
@@ -108,9 +117,11 @@ class Session:
         self._table: BlockTable = engine.table()
         weakref.finalize(self, self._table.close)
         self._image = None if image is None else self._encode_image(image)
+        self._table.reserve()  # a full pool is told now, not at the first step
         chunks = history_seconds * self.config.fps / self.config.chunk_frames
         self._past: deque[Mark] = deque()
-        self._past_size = round(chunks)
+        self._past_size, self._history_seconds = round(chunks), history_seconds
+        self._model = ""  # the digest of the weights, once a session file needed it
         self._closed = False
         self._queue_lock = threading.Lock()
         self._queue: list[tuple[int, str, Any]] = []
@@ -143,7 +154,12 @@ class Session:
     @property
     def track(self) -> list[Event]:
         """Everything that was applied so far, in order."""
-        return list(self._state.track)
+        newest_first: list[Event] = []
+        track = self._state.track
+        while track:
+            newest_first += reversed(track.events)
+            track = track.before
+        return newest_first[::-1]
 
     @property
     def closed(self) -> bool:
@@ -209,8 +225,8 @@ class Session:
             raise InvalidRequest(
                 f"the image is {image.dtype} {image.shape}: accepted is uint8 [height, width, 3]"
             )
-        size = (self.config.width, self.config.height)
-        pixels = torch.from_numpy(cv2.resize(image, size, interpolation=cv2.INTER_AREA))
+        fitted = fit_image(image, width=self.config.width, height=self.config.height)
+        pixels = torch.from_numpy(fitted)
         with self.engine.lock:
             return self.engine.codec.encode(pixels[None].to(self.engine.device))[0]
 
@@ -344,7 +360,8 @@ class Session:
             queue, self._queue = self._queue, []
             pressed, self._pressed = frozenset(self._pressed), set()
             self._boundary = self._state.frame + self.config.chunk_frames
-        state, recache, events = self._state, "off", []
+        state, events = self._state, list[Event]()
+        recache: Recache = "off"
         for id, kind, value in queue:
             if kind == "act":
                 state = replace(state, keys=value)
@@ -356,7 +373,8 @@ class Session:
                 state = replace(state, text=text, prompt=self.engine.prompt(text))
                 value = {"text": text, "recache": how}
             events.append(Event(id, kind, value, state.frame))
-        self._state = replace(state, track=(*state.track, *events))
+        track = _Track(tuple(events), state.track) if events else state.track
+        self._state = replace(state, track=track)
         spoilt = {key for pair in self.config.opposites if state.keys & set(pair) for key in pair}
         return tuple(events), recache, state.keys | (pressed - spoilt)
 
@@ -421,6 +439,24 @@ class Session:
         twin._queue, twin._pressed = [], set()
         return twin
 
+    def save(self, path: str | Path) -> None:
+        """Write the walk to one file, from which `WorldPipeline.load_session` goes on bitwise.
+
+        It holds all that is state, what was asked and not yet applied included, but not what
+        `rewind` could go back to; see `streamgen.session_file`. A file of that name is replaced in
+        one step: whatever happens on the way, it is the old one or the new one.
+
+        Raises:
+            InvalidRequest: there is no such folder, or the decoder's state can't be written.
+            SessionFileError: the file can't be written (a full disk, for example).
+            TierError: K/V that went to another tier is lost.
+            SessionClosed: after `close`.
+        """
+        from streamgen import session_file  # which knows sessions
+
+        self._expect_open()
+        session_file.save(self, path)
+
     def rewind(
         self,
         to: Mark | None = None,
@@ -438,7 +474,8 @@ class Session:
             The frame that comes next.
 
         Raises:
-            InvalidRequest: not exactly one argument, a negative one, or a released mark.
+            InvalidRequest: not exactly one argument, a negative one, a released mark, or nothing
+                before this frame is remembered.
             SessionClosed: after `close`.
         """
         self._expect_open()
@@ -449,8 +486,14 @@ class Session:
             if back < 0:
                 raise InvalidRequest(f"rewind by {back} frames: accepted are 0 and more")
             target = self._state.frame - back
-            if back == 0 or not self._past:
+            if back == 0 or self._state.frame == 0:
                 return self._state.frame
+            if not self._past:
+                raise InvalidRequest(
+                    f"nothing before frame {self._state.frame} is remembered; a session remembers "
+                    "the chunks that it makes while its history_seconds are above 0 (here "
+                    f"{self._history_seconds:g}); keep a mark() to go back to any other moment"
+                )
             to = next((m for m in reversed(self._past) if m.frame <= target), self._past[0])
         with self.engine.lock:
             self._restore(to)

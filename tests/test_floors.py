@@ -12,7 +12,7 @@ FLOORS: tuple[set[str], ...] = (
     {"errors", "frames", "device", "wire", "kernels", "weights"},
     {"cache"},
     {"models", "sampling"},
-    {"session", "engine"},
+    {"session", "session_file", "engine"},
     {"pipelines"},
     {"apps"},
 )

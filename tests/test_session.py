@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from streamgen.cache import BlockPool
 from streamgen.errors import InvalidRequest, PoolFull, SessionClosed
 from streamgen.frames import Event
 from streamgen.pipelines.world import WorldPipeline
-from streamgen.session import Session
+from streamgen.session import Session, _Track
 
 KEYS = ("w", "wa", "", "s", "de", "q", "wd", "a")
 BRICK, SNOW = "a brick maze at night", "snow"
@@ -258,6 +259,20 @@ def test_rewind_takes_one_argument(world: WorldPipeline) -> None:
     assert session.frame == 4
 
 
+def test_rewind_with_nothing_remembered(world: WorldPipeline) -> None:
+    """Is refused and says how to remember; the start is the start, and nothing changes."""
+    session = world.session(BRICK, seed=1, history_seconds=0)
+    assert session.rewind(frames=2) == session.rewind(seconds=1) == 0
+    first = walk(session, 2)
+    mark = session.mark()
+    for back in ({"frames": 2}, {"seconds": 0.1}):
+        with pytest.raises(InvalidRequest, match=r"before frame 4 .*above 0 \(here 0\).* mark"):
+            session.rewind(**back)
+    assert session.rewind(frames=0) == session.rewind(to=mark) == session.frame == 4
+    expected = walk(world.session(BRICK, seed=1), 4)
+    assert same(np.concatenate([first, walk(session, 2)]), expected)
+
+
 def test_marks_outlive_the_history(world: WorldPipeline) -> None:
     """A mark works at any later time; a released one is refused by name."""
     session = world.session(seed=1, history_seconds=0.2)
@@ -455,6 +470,37 @@ def test_receipt_from_inside_a_step(world: WorldPipeline, monkeypatch: pytest.Mo
     (event,) = session.step().applied
     assert (event.id, event.frame) == (receipts[0].id, 4)
     assert receipts[0].applies_at_frame == 4
+
+
+def test_a_step_does_not_copy_the_track(world: WorldPipeline) -> None:
+    """What was applied before is shared with marks, twins and the next steps, however long it is;
+    chunks without an event add nothing."""
+    session = world.session(BRICK)
+    session.act(keys={"w"})
+    session.step()
+    track = session._state.track
+    session.step()
+    assert session._state.track is track is session.mark()._state.track
+    session.act(keys=()), session.act(keys={"a"})
+    session.step()
+    assert session._state.track is not None and session._state.track.before is track
+    twin = session.fork()
+    twin.act(keys={"q"}), session.act(keys={"e"})
+    twin.step(), session.step()
+    assert [event.value for event in session.track] == [["w"], [], ["a"], ["e"]]
+    assert [event.value for event in twin.track] == [["w"], [], ["a"], ["q"]]
+
+
+def test_a_long_track(world: WorldPipeline) -> None:
+    """Days of it can be listed, and let go of again."""
+    session, track = world.session(BRICK), None
+    for id in range(200_000):
+        track = _Track((Event(id, "act", [], id),), track)
+    session._state = replace(session._state, track=track)
+    assert [event.id for event in session.track] == list(range(200_000))
+    del track
+    session._state = replace(session._state, track=None)
+    assert session.track == []
 
 
 # Prompts
@@ -1029,3 +1075,25 @@ def test_watch_is_checked(world: WorldPipeline) -> None:
     session.close()
     with pytest.raises(SessionClosed):
         session.watch(pixels, actions)
+
+
+def test_image_keeps_its_proportions(world: WorldPipeline) -> None:
+    """A picture that is too wide loses its sides; nothing is stretched."""
+    middle = np.full((16, 24, 3), 200, np.uint8)
+    side = np.zeros((16, 30, 3), np.uint8)
+    wide = np.concatenate([side, middle, side], axis=1)
+    frames = [world.session(seed=1, image=image).step().frames for image in (middle, wide)]
+    np.testing.assert_array_equal(*frames)
+
+
+def test_a_full_pool_is_told_at_once(world: WorldPipeline) -> None:
+    """Opening a session takes its lane: the next one without room does not open."""
+    sessions = []
+    with pytest.raises(PoolFull):
+        while len(sessions) < 100:
+            sessions.append(world.session(BRICK))
+    stats = world.engine.pool.stats()
+    assert stats.lanes == len(sessions) > 0
+    for session in sessions:
+        session.close()
+    assert world.engine.pool.stats().free == stats.total

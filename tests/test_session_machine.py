@@ -1,13 +1,16 @@
 """Random lives of sessions against the plainest model: replay the same track from scratch.
 
 The model of a session is a list of chunks, each with what was asked before it and the bytes that
-came out. `rewind` cuts the list, `fork` copies it, a mark is a copy. At the end every list is
-played by a fresh session without a history, which must make bitwise the same chunks.
+came out. `rewind` cuts the list, `fork` copies it, a mark is a copy; a session that goes through a
+file remembers less and is the same otherwise. At the end every list is played by a fresh session
+without a history, which must make bitwise the same chunks.
 """
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import tiny_world
 
+from streamgen.errors import InvalidRequest
 from streamgen.pipelines.world import WorldPipeline
 from streamgen.session import Mark, Session
 
@@ -40,6 +44,7 @@ VALUES = {  # what may happen and its argument; what is named twice happens twic
     "fork": st.none(),
     "open": st.integers(0, 1),
     "close": st.none(),
+    "reload": st.none(),
     "fail": st.sampled_from(["denoise", "store", "decode"]),
 }
 operations = st.one_of(
@@ -173,6 +178,8 @@ class Lives:
                 self.rewind(life, value[1])
         elif name == "rewind":
             self.rewind(life, value)
+        elif name == "reload":
+            self.reload(life)
         elif len(self.lives) < MOST_SESSIONS and name == "fork":
             self.lives.append(Life(life.session.fork(), [], list(life.chunks)))
         elif len(self.lives) < MOST_SESSIONS and name == "open":
@@ -184,10 +191,21 @@ class Lives:
 
     def rewind(self, life: Life, frames: int) -> None:
         stood = life.session.frame
+        if frames and stood and not life.session._past:
+            with pytest.raises(InvalidRequest, match="nothing before frame"):
+                life.session.rewind(frames=frames)
+            return
         stands = life.session.rewind(frames=frames)
         assert stands % 2 == 0 and stands <= stood
         if stands < stood:
             life.cut(stands)
+
+    def reload(self, life: Life) -> None:
+        """A session goes into a file, and one comes out."""
+        with tempfile.TemporaryDirectory() as folder:
+            life.session.save(Path(folder, "life.sgs"))
+            life.session.close()
+            life.session = self.world.load_session(Path(folder, "life.sgs"))
 
     def finish(self) -> None:
         for life in self.lives:

@@ -50,6 +50,13 @@ class Lane:
         assert self._history is not None
         return self._history.attend(layer, q_BNHD, k_BNHD, v_BNHD)
 
+    def update(self, layer: int, k_BNHD: Tensor, v_BNHD: Tensor) -> tuple[Tensor, Tensor]:
+        """Take the chunk's keys and values; return all that it sees, `[1, T, H, D]` each."""
+        assert self._chunk is not None
+        self._chunk.write(layer, k_BNHD[0], v_BNHD[0])
+        keys, values = self._chunk.kv(layer)
+        return keys[None], values[None]
+
     def commit(self) -> None:
         """Seal what was written last."""
         assert self._chunk is not None and self._history is not None
@@ -79,19 +86,21 @@ class Peer:
         self.sink, self.window = config.sink * self.tokens, config.window * self.tokens
         self.frames = range(0)
         self.seconds = 0.0
-        self.turn = torch.empty(0)
+        self.turn: Tensor | None = None  # of the chunk, once it is asked for
 
     def begin(self, frames: int) -> None:
         """Open the next `frames` frames."""
         self.frames = range(self.frames.stop, self.frames.stop + frames)
-        self.turn = rotation(self.frames, self.grid, self.spec.head_dim, self.device)
+        self.turn = None
         self._timed(self._begin)
 
     def attend(self, layer: int, q_BNHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor) -> Tensor:
         """See `streamgen.models.wan.History`."""
+        if self.turn is None:
+            self.turn = rotation(self.frames, self.grid, self.spec.head_dim, self.device)
         q, k = rotate(q_BNHD, self.turn), rotate(k_BNHD, self.turn)
         start = perf_counter()
-        keys, values = self._update(layer, k, v_BNHD)
+        keys, values = self.update(layer, k, v_BNHD)
         self.seconds += perf_counter() - start
         return attend(q, keys, values)
 
@@ -108,7 +117,7 @@ class Peer:
     def _commit(self) -> None:
         """Write back, if the rule does so here."""
 
-    def _update(self, layer: int, k_BNHD: Tensor, v_BNHD: Tensor) -> tuple[Tensor, Tensor]:
+    def update(self, layer: int, k_BNHD: Tensor, v_BNHD: Tensor) -> tuple[Tensor, Tensor]:
         """Take the chunk's keys and values; return all that it sees, `[1, T, H, D]` each."""
         raise NotImplementedError
 
@@ -144,7 +153,7 @@ class Concatenate(Peer):
         newest = x[:, x.shape[1] - (room - self.sink) :]
         return torch.cat([x[:, : self.sink], newest], dim=1)
 
-    def _update(self, layer: int, k_BNHD: Tensor, v_BNHD: Tensor) -> tuple[Tensor, Tensor]:
+    def update(self, layer: int, k_BNHD: Tensor, v_BNHD: Tensor) -> tuple[Tensor, Tensor]:
         k, v = self.past[layer]
         joined = torch.cat([k, k_BNHD], dim=1), torch.cat([v, v_BNHD], dim=1)
         self.newest[layer] = joined
@@ -190,7 +199,7 @@ class _Buffered(Peer):
 class Roll(_Buffered):
     """Roll the window left with a clone on a chunk's first pass, overwrite on the others."""
 
-    def _update(self, layer: int, k_BNHD: Tensor, v_BNHD: Tensor) -> tuple[Tensor, Tensor]:
+    def update(self, layer: int, k_BNHD: Tensor, v_BNHD: Tensor) -> tuple[Tensor, Tensor]:
         local_end, evicted = self._plan(layer)
         new = k_BNHD.shape[1]
         for x, fresh in zip(self.cache[layer], (k_BNHD, v_BNHD), strict=True):
@@ -209,7 +218,7 @@ class CloneCat(_Buffered):
         super().__init__(engine)
         self._deferred: list[tuple[int, int, tuple[Tensor, Tensor]]] = []
 
-    def _update(self, layer: int, k_BNHD: Tensor, v_BNHD: Tensor) -> tuple[Tensor, Tensor]:
+    def update(self, layer: int, k_BNHD: Tensor, v_BNHD: Tensor) -> tuple[Tensor, Tensor]:
         local_end, evicted = self._plan(layer)
         new = k_BNHD.shape[1]
         k, v = (x.clone() for x in self.cache[layer])

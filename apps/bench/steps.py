@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import TypeVar
 
 from streamgen.engine import WorldConfig
@@ -52,9 +53,9 @@ def advance(session: Session, frame: int) -> None:
 
 
 def turned(items: Sequence[T], by: int) -> list[T]:
-    """The items in another order for every number, so that none is always the first."""
-    by %= len(items)
-    return [*items[by:], *items[:by]]
+    """The items in an order of their own for every number, so that none always comes first, or
+    always after the same other one and into the processor caches that it left behind."""
+    return Random(by).sample(list(items), len(items))
 
 
 def resident_bytes() -> int | None:

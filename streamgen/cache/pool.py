@@ -14,13 +14,16 @@ Invariants (`check` asserts what can be seen from here):
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from streamgen.cache.codec import make_codecs
 from streamgen.cache.spec import KVSpec
+from streamgen.cache.staging import Staging
 from streamgen.errors import InvalidRequest, PoolFull
 
 # Flags of a slot; 0 is free. A slot of a lane keeps LANE whether or not a block lies in it.
@@ -82,7 +85,8 @@ class PoolStats:
         reserved: slots that belong to lanes, empty or not.
         live: slots with a block in them, in lanes or not.
         shared: blocks with more than one holder.
-        bytes: K and V storage of the whole pool.
+        bytes: K and V storage of the whole pool, scales included.
+        staging: bytes of the buffers in which pending chunks of a coded pool work; 0 if raw.
     """
 
     total: int
@@ -92,6 +96,7 @@ class PoolStats:
     live: int
     shared: int
     bytes: int
+    staging: int
 
 
 class BlockPool:
@@ -107,7 +112,12 @@ class BlockPool:
 
     Attributes:
         k, v: per layer one tensor `[slots, block_tokens, kv_heads, head_dim]`. K and V are separate
-            allocations, because a compiler can re-use only one of two aliased outputs in place.
+            allocations, because a compiler can re-use only one of two aliased outputs in place. In
+            a coded pool they hold codes, without which scales mean nothing: see `parts`.
+        parts: per layer the tensors of K and those of V, each `[slots, *part.shape]` as in
+            `spec.layout`; the first of each is the one in `k` or `v`.
+        values: all tensors that hold V.
+        codecs: of K and of V; unused if raw.
 
     Raises:
         InvalidRequest: `num_blocks` is not positive.
@@ -118,15 +128,31 @@ class BlockPool:
             raise InvalidRequest(f"num_blocks={num_blocks}: a pool needs at least 1 block")
         self.spec = spec
         self.lock = threading.RLock()
-        shape = (num_blocks, spec.block_tokens, spec.kv_heads, spec.head_dim)
+        self.codecs = make_codecs(spec.codec, spec.dtype, device)
         with torch.inference_mode(False):  # else a pool made there could not be written elsewhere
-            layers = range(spec.num_layers)
-            self.k = tuple(torch.zeros(shape, dtype=spec.dtype, device=device) for _ in layers)
-            self.v = tuple(torch.zeros(shape, dtype=spec.dtype, device=device) for _ in layers)
-            self._flat = tuple(
-                (k.flatten(0, 1), v.flatten(0, 1)) for k, v in zip(self.k, self.v, strict=True)
+            self.parts = tuple(
+                tuple(
+                    tuple(
+                        torch.zeros((num_blocks, *part.shape), dtype=part.dtype, device=device)
+                        for part in side
+                    )
+                    for side in spec.layout
+                )
+                for _ in range(spec.num_layers)
             )
-        self._storage = (*self.k, *self.v)  # everything that has a slot as its first axis
+            self.k = tuple(k[0] for k, _ in self.parts)
+            self.v = tuple(v[0] for _, v in self.parts)
+            self._flat = tuple(
+                (k.flatten(0, 1), v.flatten(0, 1))
+                for k, v in zip(self.k, self.v, strict=True)
+                if spec.codec == "raw"
+            )
+        self.values = tuple(tensor for _, v in self.parts for tensor in v)
+        keys = tuple(tensor for k, _ in self.parts for tensor in k)
+        self._storage = (*keys, *self.values)  # everything that has a slot as its first axis
+        self._stagings: list[Staging] = []
+        self._idle: list[Staging] = []
+        self._device = device
         self._flags = bytearray(num_blocks)
         self._blocks: list[Block | None] = [None] * num_blocks
         self._lanes: set[Lane] = set()
@@ -134,7 +160,10 @@ class BlockPool:
     # Bytes
 
     def rows(self, layer: int, slot: int, count: int) -> tuple[Tensor, Tensor]:
-        """K and V of neighbouring slots: views `[count*block_tokens, kv_heads, head_dim]`."""
+        """K and V of neighbouring slots: views `[count*block_tokens, kv_heads, head_dim]`.
+
+        Of a raw pool; the rows of a coded one must be decoded.
+        """
         k, v = self._flat[layer]
         a, b = slot * self.spec.block_tokens, (slot + count) * self.spec.block_tokens
         return k[a:b], v[a:b]
@@ -151,6 +180,7 @@ class BlockPool:
         return self._occupy(Block(slot, sealed=True), slot)
 
     def _carry(self, source: int, target: int) -> None:
+        assert source >= 0, "the block's bytes are not in the pool"
         for tensor in self._storage:
             tensor[target].copy_(tensor[source])
 
@@ -181,16 +211,43 @@ class BlockPool:
         """
         assert block.away is not None, f"{block} is not away"
         payload = torch.empty(self.payload_bytes, dtype=torch.uint8)
-        block.away.read(memoryview(payload.numpy()))
+        block.away.read(payload.numpy().data)
         at = 0
         for tensor in self._storage:
-            target = tensor[slot]
-            part = payload[at : at + target.nbytes]
-            target.copy_(part.view(tensor.dtype).view(target.shape))
-            at += target.nbytes
+            target = tensor[slot].flatten().view(torch.uint8)
+            target.copy_(payload[at : at + len(target)])
+            at += len(target)
         away, block.away = block.away, None
         self._occupy(block, slot)
         away.forget()
+
+    # Codes
+
+    def encode(self, layer: int, slot: int, k: Tensor, v: Tensor, staging: Staging) -> None:
+        """Store rows `[n*block_tokens, kv_heads, head_dim]` in `n` neighbouring slots."""
+        for codec, x, parts in zip(self.codecs, (k, v), self.parts[layer], strict=True):
+            count = len(x) // self.spec.block_tokens
+            staging.encode(codec, x, [part[slot : slot + count] for part in parts])
+
+    def decode(self, layer: int, slot: int, k: Tensor, v: Tensor, staging: Staging) -> None:
+        """Read `n` neighbouring slots to rows `[n*block_tokens, kv_heads, head_dim]`."""
+        for codec, out, parts in zip(self.codecs, (k, v), self.parts[layer], strict=True):
+            count = len(out) // self.spec.block_tokens
+            staging.decode(codec, [part[slot : slot + count] for part in parts], out)
+
+    def lend(self, lane: int, frames: int, sunk: int, sinks: int) -> Staging | None:
+        """Buffers for one pending chunk, until `take_back`; see `Staging.fit`. None if raw."""
+        if self.spec.codec == "raw":
+            return None
+        if not self._idle:
+            self._idle.append(Staging(self.spec, self._device))
+            self._stagings.append(self._idle[-1])
+        self._idle[-1].fit(lane, frames, sunk, sinks)  # if memory is short, nothing was lent
+        return self._idle.pop()
+
+    def take_back(self, staging: Staging) -> None:
+        """The chunk is over."""
+        self._idle.append(staging)
 
     # Slots
 
@@ -223,6 +280,19 @@ class BlockPool:
         for slot in range(lane.base, lane.base + lane.size):
             self._flags[slot] &= ~LANE
 
+    def trim(self, lane: Lane, size: int) -> Lane:
+        """Give back all but the first `size` slots of a lane, as `dissolve` does."""
+        self.dissolve(lane)
+        kept = Lane(lane.base, size)
+        for slot in range(kept.base, kept.base + size):
+            self._flags[slot] |= LANE
+        self._lanes.add(kept)
+        return kept
+
+    def loose(self, block: Block) -> bool:
+        """Whether the slot of a block belongs to no lane, so that others can have it after it."""
+        return block.slot >= 0 and self._flags[block.slot] == LIVE
+
     def spare(self, n: int) -> list[int]:
         """The `n` free slots to use for blocks outside lanes: neighbours if possible, else any.
 
@@ -231,10 +301,10 @@ class BlockPool:
         Raises:
             PoolFull: fewer than `n` slots are free.
         """
-        self.require(run=0, loose=n)
         start = self._flags.rfind(bytes(n))
         if start >= 0:
             return list(range(start, start + n))
+        self.require(run=0, loose=n)
         return [slot for slot, flag in enumerate(self._flags) if flag == 0][-n:]
 
     # Blocks
@@ -249,7 +319,26 @@ class BlockPool:
         Raises:
             PoolFull: fewer than `n` slots are free; nothing has changed.
         """
-        return [self.put(slot) for slot in self.spare(n)]
+        blocks = []
+        for slot in self.spare(n):  # as `put`, for slots that are known to be free
+            block = self._blocks[slot] = Block(slot)
+            self._flags[slot] = LIVE
+            blocks.append(block)
+        return blocks
+
+    def retain_all(self, blocks: Iterable[Block]) -> None:
+        """Count one more holder of each."""
+        for block in blocks:
+            assert block.ref > 0, f"{block} is dead"
+            block.ref += 1
+
+    def release_all(self, blocks: Iterable[Block]) -> None:
+        """Count one holder less of each."""
+        for block in blocks:
+            if block.ref > 1:
+                block.ref -= 1
+            else:
+                self.release(block)
 
     def retain(self, block: Block) -> None:
         """Count one more holder."""
@@ -265,7 +354,8 @@ class BlockPool:
                 block.away.forget()
                 block.away = None
             else:
-                self._vacate(block.slot)
+                self._blocks[block.slot] = None
+                self._flags[block.slot] &= ~LIVE
                 block.slot = -1
 
     def own(self, block: Block) -> Block:
@@ -305,6 +395,7 @@ class BlockPool:
             live=len(live),
             shared=sum(block.ref > 1 for block in live),
             bytes=len(self._blocks) * self.spec.block_bytes,
+            staging=sum(staging.nbytes for staging in self._stagings),
         )
 
     def check(self) -> None:
@@ -332,4 +423,4 @@ class BlockPool:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy())
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().data

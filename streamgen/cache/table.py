@@ -17,10 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from streamgen.cache.chunk import Chunk
-from streamgen.cache.policy import CachePolicy
+from streamgen.cache.chunk import Chunk, CodedChunk, split_sink
+from streamgen.cache.policy import CachePolicy, PinnedWindow
 from streamgen.cache.pool import Block, BlockPool, Lane
-from streamgen.errors import InvalidRequest
+from streamgen.errors import InvalidRequest, StreamgenError
 
 
 class Snapshot:
@@ -39,8 +39,7 @@ class Snapshot:
         self.entries = tuple(blocks.items())
         self.end = end
         self.released = False
-        for block in blocks.values():
-            pool.retain(block)
+        pool.retain_all(blocks.values())
 
     def copy(self) -> Snapshot:
         """The same moment, held a second time.
@@ -57,8 +56,7 @@ class Snapshot:
         with self.pool.lock:
             if not self.released:
                 self.released = True
-                for _, block in self.entries:
-                    self.pool.release(block)
+                self.pool.release_all(block for _, block in self.entries)
 
     def _expect_held(self) -> None:
         if self.released:
@@ -108,6 +106,17 @@ class BlockTable:
 
     # Chunks
 
+    def reserve(self) -> None:
+        """Take the lane now, instead of with the first chunk. Idempotent.
+
+        Raises:
+            PoolFull: there is no room; nothing has changed.
+            InvalidRequest: the table is closed.
+        """
+        with self.pool.lock:
+            self._expect_idle()
+            self.lane = self.lane or self.pool.reserve(self.policy.lane_size)
+
     def chunk(self, n: int, undo: bool = False) -> Chunk:
         """Begin the next `n` frames.
 
@@ -150,16 +159,18 @@ class BlockTable:
                 self.policy.validate(n, frames.stop)
             visible = self.policy.visible(frames.stop)
             keep = self._visible_past(visible, first)
-            self._fetch(keep.values())
+            self._fetch(keep)
             drop = {o: block for o, block in self._blocks.items() if o not in keep}
             dying = [] if undo else [block for block in drop.values() if block.ref == 1]
             strangers = self._strangers(visible, keep, dying)
             sinks = [ordinal for ordinal in frames if ordinal < self.policy.shadow]
-            freed = sum(o < self.policy.shadow and block in dying for o, block in drop.items())
+            freed = sum(self.pool.loose(block) for block in dying)
             self.pool.require(
                 run=0 if self.lane else self.policy.lane_size,
                 loose=max(0, len(strangers) + len(sinks) - freed),
             )
+            parts = split_sink(frames, self.policy.shadow)
+            staging = self.pool.lend(self.policy.lane_size, n, *parts)
             # Nothing below can fail.
             if not undo:
                 self._release(drop.values())
@@ -172,7 +183,10 @@ class BlockTable:
                 blocks[ordinal] = self.pool.put(self._home(ordinal))
             self._before = (drop, self.end) if undo else None
             self._blocks, self.end = keep, first
-            self._pending = Chunk(self, lane, frames, visible, keep | blocks)
+            if staging is None:
+                self._pending = Chunk(self, lane, frames, visible, keep | blocks)
+            else:
+                self._pending = CodedChunk(self, lane, frames, visible, keep | blocks, staging)
             return self._pending
 
     def _visible_past(self, visible: Sequence[int], first: int) -> dict[int, Block]:
@@ -185,11 +199,26 @@ class BlockTable:
             )
         return {ordinal: self._blocks[ordinal] for ordinal in past}
 
-    def _fetch(self, blocks: Iterable[Block]) -> None:
-        """Bring blocks back from other tiers; if one can't be had, the table is unchanged."""
-        away = [block for block in blocks if block.away]
-        for block, slot in zip(away, self.pool.spare(len(away)), strict=True):
-            self.pool.load(block, slot)
+    def _fetch(self, keep: dict[int, Block]) -> None:
+        """Bring blocks back from other tiers, to their places where these are empty.
+
+        If one can't be had the table is unchanged, but for those that are back already.
+        """
+        away = [(ordinal, block) for ordinal, block in keep.items() if block.away]
+        if not away:
+            return
+        parked = self.lane is None
+        self.lane = lane = self.lane or self.pool.reserve(self.policy.lane_size)
+        try:
+            for ordinal, block in away:
+                home = self._home(ordinal)
+                free = ordinal >= self.policy.shadow and self.pool.at(home) is None
+                self.pool.load(block, home if free else self.pool.spare(1)[0])
+        except StreamgenError:
+            if parked:
+                self.pool.dissolve(lane)
+                self.lane = None
+            raise
 
     def _strangers(
         self, visible: Sequence[int], keep: dict[int, Block], dying: list[Block]
@@ -225,7 +254,7 @@ class BlockTable:
         for ordinal in range(self.policy.shadow):
             block = keep.get(ordinal)
             if block and self._shadowed.get(ordinal) is not block:
-                for v in self.pool.v:
+                for v in self.pool.values:
                     v[self._home(ordinal)].copy_(v[block.slot])
                 self._shadowed[ordinal] = block
 
@@ -288,9 +317,51 @@ class BlockTable:
                 raise InvalidRequest(
                     "the snapshot was taken in another pool or under another policy"
                 )
-            old = self._blocks
+            old, self.policy = self._blocks, snapshot.policy  # equal, but its pins are its own
             self._adopt(dict(snapshot.entries), snapshot.end)
             self._release(old.values())
+
+    def set_policy(self, policy: CachePolicy) -> None:
+        """Follow another policy from the next chunk on: other pins, or another size of the lane.
+
+        No byte moves here; the next chunk brings what it sees to its new places. A smaller lane is
+        the head of the old one, a larger one is reserved anew.
+
+        Raises:
+            InvalidRequest: the policy would have to see a frame that is not held, it shadows
+                another sink, a chunk is pending, or the table is closed.
+            PoolFull: there is no room for a larger lane; nothing has changed.
+        """
+        with self.pool.lock:
+            self._expect_idle()
+            if policy.shadow != self.policy.shadow:
+                raise InvalidRequest(
+                    f"a policy that shadows {policy.shadow} frames can't follow one that shadows "
+                    f"{self.policy.shadow}: their keys are stored in another form"
+                )
+            missing = [o for o in policy.visible(self.end) if o not in self._blocks]
+            if missing:
+                raise InvalidRequest(
+                    f"the policy would have to see frames {missing}, which the table doesn't hold"
+                )
+            if self.lane and policy.lane_size < self.lane.size:
+                self.lane = self.pool.trim(self.lane, policy.lane_size)
+            elif self.lane and policy.lane_size > self.lane.size:
+                larger = self.pool.reserve(policy.lane_size)
+                self.park()
+                self.lane = larger
+            self.policy = policy
+
+    def pin(self, frames: Iterable[int]) -> None:
+        """Keep frames in view after they have left the window; see `PinnedWindow.pin`.
+
+        Raises:
+            InvalidRequest: the policy has no pins or refuses these, or as for `set_policy`.
+        """
+        with self.pool.lock:
+            if not isinstance(self.policy, PinnedWindow):
+                raise InvalidRequest(f"{self.policy} has no pins: PinnedWindow has")
+            self.set_policy(self.policy.pin(frames, self.end))
 
     def park(self) -> None:
         """Give the lane back and keep the blocks: they can go to other tiers until the next chunk.
@@ -321,12 +392,10 @@ class BlockTable:
 
     def _adopt(self, blocks: dict[int, Block], end: int) -> None:
         self._blocks, self.end = dict(blocks), end
-        for block in blocks.values():
-            self.pool.retain(block)
+        self.pool.retain_all(blocks.values())
 
     def _release(self, blocks: Iterable[Block]) -> None:
-        for block in blocks:
-            self.pool.release(block)
+        self.pool.release_all(blocks)
 
     def _expect_idle(self) -> None:
         if self.closed:

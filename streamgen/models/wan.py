@@ -6,7 +6,7 @@ outside: timesteps are per frame, and each layer asks the `history` it is given 
 model never knows where keys are stored, which frames are visible or what their positions are.
 
 Axes: B batch, C latent channels, F frames, Y and X latent rows and columns, S tokens a frame,
-N = F * S tokens, E model width, H heads, D head width.
+N = F * S tokens, E model width, H query heads, G key and value heads, D head width.
 """
 
 from __future__ import annotations
@@ -43,9 +43,12 @@ class Prompt(Protocol):
 class WanConfig:
     """Shape of a Wan transformer.
 
-    `prediction` says what the head gives: `flow` (noise - x0, as Wan) or `sample` (x0). Two options
-    are off (0) for Wan's own weights: `action_dim` is the width of a per-frame action vector, and
-    `spatial_tokens` the number of tokens a frame where each has a learned embedding of its place.
+    `prediction` says what the head gives: `flow` (noise - x0, as Wan) or `sample` (x0). Three
+    options are off (0) for Wan's own weights: `action_dim` is the width of a per-frame action
+    vector, `spatial_tokens` the number of tokens a frame where each has a learned embedding of its
+    place, and `num_kv_heads` the number of key and value heads where it is not `num_heads`
+    (`streamgen.models.gqa`); query heads h and h + 1 share one if they lie in the same run of
+    `num_heads / num_kv_heads`.
     """
 
     dim: int
@@ -62,12 +65,17 @@ class WanConfig:
     spatial_tokens: int = 0
     eps: float = 1e-6
     prediction: str = "flow"
+    num_kv_heads: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "patch_size", tuple(self.patch_size))
         if self.dim % self.num_heads or (self.dim // self.num_heads) % 2:
             raise InvalidRequest(
                 f"dim {self.dim} must split into {self.num_heads} heads of even width"
+            )
+        if self.num_kv_heads < 0 or self.num_heads % self.kv_heads:
+            raise InvalidRequest(
+                f"num_kv_heads {self.num_kv_heads} must divide the {self.num_heads} query heads"
             )
         if self.patch_size[0] != 1:
             raise InvalidRequest(f"patch_size {self.patch_size}: a token lies in one latent frame")
@@ -78,6 +86,11 @@ class WanConfig:
     def head_dim(self) -> int:
         """Width of one head."""
         return self.dim // self.num_heads
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads of a layer."""
+        return self.num_kv_heads or self.num_heads
 
     def grid(self, latent_hw: tuple[int, int]) -> tuple[int, int]:
         """Rows and columns of tokens for latents of that height and width."""
@@ -91,8 +104,9 @@ class WanConfig:
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], num_heads: int, **other: Any) -> WanConfig:
-        """Read the sizes off a state dict with official names; heads can't be seen in it."""
+        """Read the sizes off a state dict with official names; query heads can't be seen in it."""
         patch = tensors["patch_embedding.weight"]
+        kv_heads = tensors["blocks.0.self_attn.k.weight"].shape[0] * num_heads // patch.shape[0]
         patch_size = tuple(patch.shape[2:])
         layers = {int(k.split(".")[1]) for k in tensors if k.startswith("blocks.")}
         return cls(
@@ -105,6 +119,7 @@ class WanConfig:
             patch_size=patch_size,
             text_dim=tensors["text_embedding.0.weight"].shape[1],
             freq_dim=tensors["time_embedding.0.weight"].shape[1],
+            num_kv_heads=0 if kv_heads == num_heads else kv_heads,
             **other,
         )
 
@@ -127,22 +142,24 @@ class _Attention(nn.Module):
 
     def __init__(self, config: WanConfig) -> None:
         super().__init__()
-        self.heads = config.num_heads
-        for name in "qkvo":
-            setattr(self, name, nn.Linear(config.dim, config.dim))
+        self.head_dim, kv_dim = config.head_dim, config.kv_heads * config.head_dim
+        self.q = nn.Linear(config.dim, config.dim)
+        self.k = nn.Linear(config.dim, kv_dim)
+        self.v = nn.Linear(config.dim, kv_dim)
+        self.o = nn.Linear(config.dim, config.dim)
         self.norm_q = nn.RMSNorm(config.dim, eps=config.eps)
-        self.norm_k = nn.RMSNorm(config.dim, eps=config.eps)
+        self.norm_k = nn.RMSNorm(kv_dim, eps=config.eps)
 
     def split(self, x: Tensor) -> Tensor:
-        """`[B, N, E]` to heads `[B, N, H, D]`."""
-        return x.unflatten(-1, (self.heads, -1))
+        """All heads side by side to heads `[B, N, H, D]`."""
+        return x.unflatten(-1, (-1, self.head_dim))
 
     def query(self, x_BNE: Tensor) -> Tensor:
         """Normalised queries `[B, N, H, D]`."""
         return self.split(self.norm_q(self.q(x_BNE)))
 
     def keys_values(self, x_BNE: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalised keys and values, each `[B, N, H, D]`."""
+        """Normalised keys and values, each `[B, N, G, D]`."""
         return self.split(self.norm_k(self.k(x_BNE))), self.split(self.v(x_BNE))
 
 
@@ -222,7 +239,7 @@ class WanModel(nn.Module):
         return self.patch_embedding.weight.dtype
 
     def encode_prompt(self, text_BLT: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Every layer's cross-attention keys and values, each `[B, L, H, D]`, of a text.
+        """Every layer's cross-attention keys and values, each `[B, L, G, D]`, of a text.
 
         Args:
             text_BLT: `[B, L, text_dim]`; all L rows are attended, since Wan pads with zero rows
@@ -254,8 +271,25 @@ class WanModel(nn.Module):
         Raises:
             InvalidRequest: latents that do not divide into patches, or actions missing or unwanted.
         """
+        grid = self.config.grid((x_BCFYX.shape[3], x_BCFYX.shape[4]))
+        x_BFSE, e_BFE, e_BF6E = self.embed(x_BCFYX, t_BF, actions_BFA)
+        last = self.config.num_layers - 1
+        for layer, block in enumerate(self.blocks):
+            x_BFSE = block(x_BFSE, e_BF6E, history, prompt, store_only and layer == last)
+        if store_only:
+            return x_BCFYX
+        return self._unpatch(self.head(x_BFSE, e_BFE), grid)
+
+    def embed(
+        self, x_BCFYX: Tensor, t_BF: Tensor, actions_BFA: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What the first block is given; arguments as for `forward`.
+
+        Returns:
+            tokens `[B, F, S, E]`, and each frame's embedding of its time and action: `[B, F, E]`
+            for the head, `[B, F, 6, E]` for the blocks.
+        """
         config = self.config
-        grid = config.grid((x_BCFYX.shape[3], x_BCFYX.shape[4]))
         if (actions_BFA is None) != (config.action_dim == 0):
             raise InvalidRequest(f"this model takes actions of width {config.action_dim}")
         x_BFSE = self.patch_embedding(x_BCFYX.to(self.dtype)).flatten(3).permute(0, 2, 3, 1)
@@ -264,13 +298,7 @@ class WanModel(nn.Module):
         e_BFE = self.time_embedding(sinusoid(t_BF, config.freq_dim).to(self.dtype))
         if actions_BFA is not None:
             e_BFE = e_BFE + self.action_embedding(actions_BFA.to(self.dtype))
-        e_BF6E = self.time_projection(e_BFE).unflatten(-1, (6, config.dim))
-        last = config.num_layers - 1
-        for layer, block in enumerate(self.blocks):
-            x_BFSE = block(x_BFSE, e_BF6E, history, prompt, store_only and layer == last)
-        if store_only:
-            return x_BCFYX
-        return self._unpatch(self.head(x_BFSE, e_BFE), grid)
+        return x_BFSE, e_BFE, self.time_projection(e_BFE).unflatten(-1, (6, config.dim))
 
     def _unpatch(self, x_BFSP: Tensor, grid: tuple[int, int]) -> Tensor:
         """Tokens back to latents: a token's features are (rows, columns, channels) of its patch."""

@@ -204,9 +204,12 @@ def test_advance() -> None:
 
 
 def test_turned() -> None:
-    """Everyone begins in turn."""
-    assert [turned("abc", i)[0] for i in range(4)] == ["a", "b", "c", "a"]
-    assert sorted(turned("abc", 5)) == ["a", "b", "c"]
+    """Everyone comes everywhere, and after everyone else; the same number, the same order."""
+    orders = [turned("abc", i) for i in range(40)]
+    assert all(sorted(order) == ["a", "b", "c"] for order in orders)
+    assert {order[0] for order in orders} == {"a", "b", "c"}
+    assert len({tuple(order[i : i + 2]) for order in orders for i in (0, 1)}) == 6
+    assert turned("abc", 7) == orders[7]
 
 
 def test_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:

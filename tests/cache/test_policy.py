@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamgen.cache import Append, CachePolicy, SinkWindow
+from streamgen.cache.policy import PinnedWindow, RollingBuffer
 from streamgen.errors import InvalidRequest
 
 
@@ -53,6 +54,13 @@ def test_append_keeps_everything() -> None:
     assert list(policy.visible(4)) == [0, 1, 2, 3] == [policy.place(f) for f in range(4)]
 
 
+def test_who_is_causal() -> None:
+    """A chunk sees itself as a whole unless the policy counts how far back a frame sees."""
+    assert SinkWindow(1, 4).span is PinnedWindow(1, 4, 1).span is Append(4).span is None
+    assert (Append(4, causal=True).span, RollingBuffer(4).span) == (4, 4)
+    assert RollingBuffer(4, inclusive=True).span == 5
+
+
 def test_shadow_is_the_sink_when_asked_for() -> None:
     """A shadowed sink changes where the sink lives, and neither what is seen nor the lane."""
     plain, shadowed = SinkWindow(2, 6), SinkWindow(2, 6, shadow_sink=True)
@@ -66,6 +74,8 @@ def test_shadow_is_the_sink_when_asked_for() -> None:
         st.integers(0, 6).flatmap(
             lambda sink: st.builds(SinkWindow, st.just(sink), st.integers(sink + 1, 20))
         ),
+        st.builds(RollingBuffer, st.integers(1, 9), st.integers(1, 9), st.booleans()),
+        st.integers(1, 9).map(lambda pin: PinnedWindow(1, 12, 2).pin([pin], end=10)),
     ),
     end=st.integers(1, 60),
 )
@@ -101,7 +111,9 @@ def test_chunk_beyond_the_capacity() -> None:
         Append(0)
 
 
-@pytest.mark.parametrize("policy", [Append(4), SinkWindow(1, 4)])
+@pytest.mark.parametrize(
+    "policy", [Append(4), SinkWindow(1, 4), RollingBuffer(4), PinnedWindow(1, 4, 1)]
+)
 def test_empty_chunk(policy: CachePolicy) -> None:
     """A chunk has at least one frame."""
     with pytest.raises(InvalidRequest, match="a chunk of 0"):

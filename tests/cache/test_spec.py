@@ -23,3 +23,25 @@ def test_sizes_are_positive_integers(name: str, value: float) -> None:
     sizes = {"num_layers": 2, "kv_heads": 2, "head_dim": 4, "block_tokens": 3, name: value}
     with pytest.raises(InvalidRequest, match=name):
         KVSpec(**sizes)  # type: ignore[arg-type]
+
+
+def test_bytes_of_a_known_model_coded() -> None:
+    """Its fp8 frame is half a bf16 one and 8 bytes a head and layer for two scales."""
+    spec = KVSpec(30, 12, 128, 1560, torch.bfloat16, "fp8_e4m3")
+    assert (spec.token_bytes, spec.scale_bytes) == (92_160, 30 * 12 * 8)
+    assert spec.block_bytes == 287_539_200 // 2 + 30 * 12 * 8
+
+
+@pytest.mark.parametrize(
+    ("codec", "changes", "message"),
+    [
+        ("fp8", {}, "'fp8': accepted are raw, fp8_e4m3, fp8_e5m2, int8, nvfp4"),
+        ("nvfp4", {"head_dim": 24}, "head_dim=24"),
+        ("int8", {"dtype": torch.int32}, "torch.int32: the int8 codec takes floats"),
+    ],
+)
+def test_codecs_are_checked(codec: str, changes: dict, message: str) -> None:
+    """Unknown names, heads that a codec can't cut, and dtypes that it can't encode."""
+    values = {"num_layers": 2, "kv_heads": 2, "head_dim": 32, "block_tokens": 3, **changes}
+    with pytest.raises(InvalidRequest, match=message):
+        KVSpec(**values, codec=codec)

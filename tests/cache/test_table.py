@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from streamgen.cache import Append, BlockPool, BlockTable, KVSpec, SinkWindow
-from streamgen.errors import InvalidRequest, PoolFull
+from streamgen.cache import Append, Block, BlockPool, BlockTable, KVSpec, SinkWindow
+from streamgen.errors import InvalidRequest, PoolFull, TierError
 
 
 @pytest.fixture
@@ -481,3 +481,55 @@ def test_values_follow_keys(table: BlockTable, roll) -> None:
         for index in old:
             cut = slice(index * 3, index * 3 + 3)
             assert torch.equal(v[cut], -k[cut])
+
+
+class _Kept:
+    """A block's bytes outside the pool; `lost` ones can't be read."""
+
+    def __init__(self, pool: BlockPool, block: Block, lost: bool = False) -> None:
+        self.payload, self.lost = bytearray(pool.payload_bytes), lost
+        pool.read(block, memoryview(self.payload))
+        pool.unload(block, self)
+
+    def read(self, out: memoryview) -> None:
+        if self.lost:
+            raise TierError("lost")
+        out[:] = self.payload
+
+    def forget(self) -> None:
+        """Nothing to free."""
+
+
+@pytest.mark.parametrize("shadow", [False, True])
+def test_parked_and_back_in_a_pool_of_its_own_size(spec, roll, shadow: bool) -> None:
+    """A parked table whose blocks all left comes back into exactly the slots that it had."""
+    pool = BlockPool(spec, 6 + shadow)
+    table = BlockTable(pool, SinkWindow(1, 6, shadow_sink=shadow))
+    roll(table, 4, n=2)
+    before = [(o, pool.k[1][b.slot].clone()) for o, b in table.entries]
+    table.park()
+    for _, block in table.entries:
+        _Kept(pool, block)
+    assert pool.stats().free == len(pool._blocks)
+    with table.chunk(2) as chunk:
+        seen = {o: pool.k[1][b.slot] for o, b in chunk.blocks.items()}
+        assert list(seen) == [0, *range(5, 10)]
+        for ordinal, k in before:
+            if ordinal in seen:
+                assert torch.equal(seen[ordinal], k), ordinal
+    pool.check()
+
+
+def test_a_lost_block_leaves_the_table(pool: BlockPool, roll) -> None:
+    """A chunk that can't see what it must see is not begun; a pool's lane is not kept for it."""
+    table = BlockTable(pool, SinkWindow(1, 6))
+    roll(table, 2)
+    table.park()
+    entries = table.entries
+    _Kept(pool, entries[3][1])
+    _Kept(pool, entries[4][1], lost=True)
+    for _ in range(2):
+        with pytest.raises(TierError, match="lost"):
+            table.chunk(3)
+    assert table.entries == entries and table.lane is None and pool.stats().lanes == 0
+    pool.check()
