@@ -33,9 +33,9 @@ WORLD = WorldConfig(
     sink=1,
     window=Recipe.frames,
     positions="sliding_sink",
-    schedule=FewStep((1000, 300), shift=1.0),
+    schedule=FewStep((1000, 600, 350, 180), shift=1.0, noise=1.25),
     first_schedule=FewStep(tuple(range(1000, 0, -60)), shift=1.0),
-    context_noise=50.0,
+    context_noise=100.0,
     keys=KEYS,
     opposites=(("w", "s"), ("a", "d"), ("q", "e")),
     suggestions=(
