@@ -21,6 +21,9 @@ from streamgen.errors import InvalidRequest
 if TYPE_CHECKING:
     from streamgen.cache.table import BlockTable
 
+KV = tuple[Tensor, Tensor]
+Runs = tuple[tuple[int, int], ...]
+
 
 class Chunk:
     """The pending frames of a `BlockTable`, from `table.chunk(n)` or `table.reopen(n)`.
@@ -59,6 +62,9 @@ class Chunk:
         self._sunk, self.sinks = split_sink(frames, table.policy.shadow)
         self._unsunk = set(self._unwritten) if self.sinks else set()
         self.meta = self._describe(visible)
+        # Views of the lane, which stays where it is: made at the first step, used at all others.
+        self._seen: dict[int, KV] = {}
+        self._written: dict[tuple[int, Runs], list[KV]] = {}
 
     def _describe(self, visible: Sequence[int]) -> AttnMeta:
         place, tokens = self._table.policy.place, self._pool.spec.block_tokens
@@ -107,8 +113,10 @@ class Chunk:
         same address and shape for every chunk.
         """
         self._expect_open()
-        ((slot, count),) = self.meta.runs
-        return self._pool.rows(layer, slot, count)
+        view = self._seen.get(layer)
+        if view is None:
+            view = self._seen[layer] = self._pool.rows(layer, *self.meta.runs[0])
+        return view
 
     # A shadowed sink: raw keys in the sink's own blocks, rotated ones in the lane
 
@@ -189,15 +197,19 @@ class Chunk:
 
     # Helpers
 
-    def _store(self, layer: int, runs: tuple[tuple[int, int], ...], k: Tensor, v: Tensor) -> None:
+    def _store(self, layer: int, runs: Runs, k: Tensor, v: Tensor) -> None:
+        views = self._written.get((layer, runs))
+        if views is None:
+            views = [self._pool.rows(layer, *run) for run in runs]
+            self._written[layer, runs] = views
+        if len(views) == 1:
+            _copy(views[0], k, v)
+            return
         at = 0
-        with torch.no_grad():  # else writing what needs a gradient would tie the pool to its graph
-            for slot, count in runs:
-                to_k, to_v = self._pool.rows(layer, slot, count)
-                size = count * self._pool.spec.block_tokens
-                to_k.copy_(k[at : at + size])
-                to_v.copy_(v[at : at + size])
-                at += size
+        for to in views:
+            end = at + len(to[0])
+            _copy(to, k[at:end], v[at:end])
+            at = end
 
     def _store_sink(self, layer: int, k_raw: Tensor, v: Tensor) -> None:
         self._store(layer, self._runs(self.frames[: self.sinks]), k_raw, v)
@@ -299,7 +311,7 @@ class CodedChunk(Chunk):
         super().commit()
         self._pool.take_back(self._staging)
 
-    def _store(self, layer: int, runs: tuple[tuple[int, int], ...], k: Tensor, v: Tensor) -> None:
+    def _store(self, layer: int, runs: Runs, k: Tensor, v: Tensor) -> None:
         _copy(self._staging.pending[layer], k, v)
 
     def _store_sink(self, layer: int, k_raw: Tensor, v: Tensor) -> None:
@@ -326,8 +338,8 @@ def split_sink(frames: range, shadow: int) -> tuple[int, int]:
     return min(shadow, frames.start), max(0, min(shadow, frames.stop) - frames.start)
 
 
-def _copy(to: tuple[Tensor, Tensor], k: Tensor, v: Tensor) -> None:
-    with torch.no_grad():  # else writing what needs a gradient would tie the buffers to its graph
+def _copy(to: KV, k: Tensor, v: Tensor) -> None:
+    with torch.no_grad():  # else writing what needs a gradient would tie the target to its graph
         to[0].copy_(k)
         to[1].copy_(v)
 
