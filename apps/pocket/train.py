@@ -5,8 +5,9 @@
 Teacher forcing (`forcing.py`) on clips as long as the window, in three disguises of the context so
 that the model survives its own errors: clean; noised a little, with the noise level told; or the
 model's own guesses in place of some chunks, made from its own guesses in turn. The first frame of
-half the clips comes from far back in the walk, as a sink does. Weights train in bfloat16 under a float32 master copy; matrices of the
-blocks with Muon, the rest with AdamW; an exponential average is what ships.
+half the clips comes from far back in the walk, as a sink does. Weights train in bfloat16 under a
+float32 master copy; matrices of the blocks with Muon, the rest with AdamW; an exponential average
+is what ships.
 
 The schedule counts minutes of training, not steps, so that a slow machine ends in time; a stopped
 run resumes from its last checkpoint. Workers are processes of one thread each that average their

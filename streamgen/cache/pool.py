@@ -255,11 +255,16 @@ class BlockPool:
         """The live block in a slot."""
         return self._blocks[slot]
 
+    @property
+    def num_free(self) -> int:
+        """Slots that can be handed out."""
+        return self._flags.count(0)
+
     def require(self, run: int, loose: int) -> None:
         """Raise PoolFull unless a lane of `run` slots and `loose` further slots can be had now."""
         if run and self._flags.find(bytes(run)) < 0:
             raise self._full(f"a lane of {run} neighbouring slots")
-        if self._flags.count(0) < run + loose:
+        if self.num_free < run + loose:
             raise self._full(f"{run + loose} slots")
 
     def reserve(self, n: int) -> Lane:
@@ -389,7 +394,7 @@ class BlockPool:
         live = [block for block in self._blocks if block]
         return PoolStats(
             total=len(self._blocks),
-            free=self._flags.count(0),
+            free=self.num_free,
             lanes=len(self._lanes),
             reserved=sum(lane.size for lane in self._lanes),
             live=len(live),

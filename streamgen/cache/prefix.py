@@ -220,9 +220,9 @@ class PrefixIndex:
             How many slots are free now that were not: those of lanes do not count.
         """
         with self.pool.lock:
-            before = self._num_free()
+            before = self.pool.num_free
             self._free(before + n, forget=True)
-            return self._num_free() - before
+            return self.pool.num_free - before
 
     def flush(self) -> None:
         """Store everything in the tiers; all of it stays here too.
@@ -368,9 +368,6 @@ class PrefixIndex:
 
     # Room
 
-    def _num_free(self) -> int:
-        return self.pool._flags.count(0)
-
     def _enqueue(self, node: _Node) -> None:
         node.entry = (node.stamp, -node.end, next(self._serial), node)
         heappush(self._queue, node.entry)
@@ -382,7 +379,7 @@ class PrefixIndex:
     def _free(self, target: int, forget: bool) -> None:
         """Drive blocks out until so many slots are free; `forget`: those that no tier takes too."""
         stuck: list[_Node] = []
-        while self._queue and (wanted := target - self._num_free()) > 0:
+        while self._queue and (wanted := target - self.pool.num_free) > 0:
             entry = heappop(self._queue)
             node = entry[3]
             if entry is not node.entry:  # it is gone
@@ -441,9 +438,9 @@ class PrefixIndex:
     def _fetch_one(self, key: bytes) -> Block | None:
         assert self.tiers is not None
         try:
-            if not self._num_free() and self.tiers.has(key):
+            if not self.pool.num_free and self.tiers.has(key):
                 self._free(1, forget=False)
-            return self.tiers.fetch(key) if self._num_free() else None
+            return self.tiers.fetch(key) if self.pool.num_free else None
         except TierError:
             return None
 
@@ -456,9 +453,9 @@ class PrefixIndex:
 
     def _load(self, block: Block, node: _Node, index: int) -> bool:
         """Bring back block `index` of the path that ends at a node; forget it if it is lost."""
-        if not self._num_free():
+        if not self.pool.num_free:
             self._free(1, forget=False)
-        if not self._num_free():
+        if not self.pool.num_free:
             return False
         try:
             self.pool.load(block, self.pool.spare(1)[0])
