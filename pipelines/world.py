@@ -3,33 +3,25 @@
     world = WorldPipeline.from_pretrained("pocket-world")
     session = world.session(prompt="a brick maze at night", seed=7)
 
-A folder holds `config.json` (the world and the shapes of its parts), `transformer.safetensors`,
-`text.safetensors` and `vae/` (a diffusers autoencoder with `latent_stats.json`).
+Its folder: `streamgen.folder`.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 
 from streamgen import session_file
 from streamgen.cache.codec import codec_name
 from streamgen.device import pick_device, pick_dtype
 from streamgen.engine import Engine, WorldConfig
-from streamgen.errors import InvalidRequest, WeightsError
-from streamgen.models.text import WordEncoder
-from streamgen.models.vae import FrameCodec
-from streamgen.models.wan import WanConfig, WanModel
-from streamgen.sampling.schedule import FewStep
+from streamgen.folder import load, save
+from streamgen.frames import read_image
 from streamgen.session import Session
 from streamgen.weights import registry
-from streamgen.weights.load import load_into, read_tensors
 
 
 class WorldPipeline:
@@ -53,7 +45,7 @@ class WorldPipeline:
     @property
     def config(self) -> WorldConfig:
         """What the world is."""
-        return self.engine.config
+        return cast(WorldConfig, self.engine.config)
 
     @classmethod
     def from_pretrained(
@@ -87,33 +79,13 @@ class WorldPipeline:
             InvalidRequest: a value is not accepted, such as a window smaller than sink + chunk.
         """
         kv = codec_name(kv)  # refused before anything is read
-        folder = registry.resolve(name)
-        if (folder / registry.MANIFEST).exists():
-            registry.verify(folder)
-        raw = _read_config(folder)
-        try:
-            changes = {"sink": sink, "window": window, "positions": positions}
-            changes = {key: value for key, value in changes.items() if value is not None}
-            config = replace(_world_config(raw["world"]), **changes)
-            shape = WanConfig(**raw["transformer"])
-            with torch.device("meta"):  # no random start for weights that are read anyway
-                dit = WanModel(shape).to_empty(device="cpu")
-                text = WordEncoder(config.vocabulary, shape.text_dim, config.max_words)
-                text.to_empty(device="cpu")
-        except (KeyError, TypeError, AttributeError) as error:
-            raise WeightsError(f"config.json of {folder.name!r} does not fit: {error}") from error
-        if len(config.keys) != shape.action_dim:
-            raise WeightsError(
-                f"config.json of {folder.name!r} names {len(config.keys)} keys for a transformer "
-                f"that takes actions of width {shape.action_dim}"
-            )
         where = pick_device(device)
         kind = pick_dtype(dtype, where)
-        load_into(dit, read_tensors(folder / "transformer.safetensors"))
-        load_into(text, read_tensors(folder / "text.safetensors"))
-        codec = FrameCodec.from_folder(folder / "vae")
+        folder = registry.resolve(name)
+        changes = {"sink": sink, "window": window, "positions": positions}
+        dit, text, codec, config = load(folder, "world", WorldConfig, changes)
         for part in (dit, text, codec):
-            part.eval().requires_grad_(False).to(where)
+            part.to(where)
         dit.to(kind)
         text.to(kind)
         codec.cast(kind)
@@ -163,62 +135,4 @@ class WorldPipeline:
 
     def save_pretrained(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """Write the folder that `from_pretrained` reads, weights in `dtype`."""
-        folder.mkdir(parents=True, exist_ok=True)
-        engine = self.engine
-        config = {
-            "kind": "world",
-            "world": asdict(engine.config),
-            "transformer": asdict(engine.dit.config),
-        }
-        (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-        for name, part in (("transformer", engine.dit), ("text", engine.text)):
-            tensors = {k: v.to(dtype).contiguous() for k, v in part.state_dict().items()}
-            save_file(tensors, folder / f"{name}.safetensors")
-        vae = engine.codec.vae
-        vae.save_config(folder / "vae")
-        described = json.loads((folder / "vae" / "config.json").read_text())
-        described.pop("_name_or_path", None)  # where it lay on the machine that made it
-        (folder / "vae" / "config.json").write_text(json.dumps(described, indent=2) + "\n")
-        tensors = {
-            k: (v.to(dtype) if v.is_floating_point() else v).contiguous()
-            for k, v in vae.state_dict().items()
-        }
-        save_file(tensors, folder / "vae" / "diffusion_pytorch_model.safetensors")
-        stats = {k: getattr(engine.codec, k).flatten().tolist() for k in ("mean", "std")}
-        (folder / "vae" / "latent_stats.json").write_text(json.dumps(stats) + "\n")
-
-
-def read_image(path: str | Path) -> np.ndarray:
-    """A picture file as uint8 RGB `[H, W, 3]`.
-
-    Raises:
-        InvalidRequest: there is no such file, or it is not a picture.
-    """
-    import cv2
-
-    try:
-        data = np.frombuffer(Path(path).read_bytes(), np.uint8)
-    except OSError as error:
-        raise InvalidRequest(f"image {str(path)!r} can't be read: {error.strerror}") from error
-    image = cv2.imdecode(data, cv2.IMREAD_COLOR_RGB) if data.size else None
-    if image is None:
-        raise InvalidRequest(f"{str(path)!r} is not a picture (accepted: PNG, JPEG, WebP, BMP)")
-    return image
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    try:
-        raw = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise WeightsError(f"config.json of {folder.name!r} can't be read: {error}") from error
-    if not isinstance(raw, dict) or raw.get("kind") != "world":
-        raise InvalidRequest(f"{folder.name!r} is not a world (its config.json has another kind)")
-    return raw
-
-
-def _world_config(raw: dict[str, Any]) -> WorldConfig:
-    values = {k: tuple(v) if isinstance(v, list) else v for k, v in raw.items()}
-    for name in ("schedule", "first_schedule"):
-        values[name] = FewStep(**values[name])
-    values["opposites"] = tuple(tuple(pair) for pair in values["opposites"])
-    return WorldConfig(**values)
+        save(self.engine, folder, "world", dtype)

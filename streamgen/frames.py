@@ -6,9 +6,12 @@ Pixels are uint8 `[F, H, W, 3]` (frames, height, width, RGB) everywhere outside 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from streamgen.errors import InvalidRequest
 
 
 @dataclass(frozen=True)
@@ -78,3 +81,21 @@ def fit_image(pixels: np.ndarray, *, width: int, height: int) -> np.ndarray:
     shrinks = cut_width > width
     how = cv2.INTER_AREA if shrinks else cv2.INTER_CUBIC
     return np.ascontiguousarray(cv2.resize(cut, (width, height), interpolation=how))
+
+
+def read_image(path: str | Path) -> np.ndarray:
+    """A picture file as uint8 RGB `[H, W, 3]`.
+
+    Raises:
+        InvalidRequest: there is no such file, or it is not a picture.
+    """
+    import cv2
+
+    try:
+        data = np.frombuffer(Path(path).read_bytes(), np.uint8)
+    except OSError as error:
+        raise InvalidRequest(f"image {str(path)!r} can't be read: {error.strerror}") from error
+    image = cv2.imdecode(data, cv2.IMREAD_COLOR_RGB) if data.size else None
+    if image is None:
+        raise InvalidRequest(f"{str(path)!r} is not a picture (accepted: PNG, JPEG, WebP, BMP)")
+    return image

@@ -39,8 +39,8 @@ from torch import Tensor
 from streamgen.cache import Block, BlockTable, Snapshot
 from streamgen.engine import Engine
 from streamgen.errors import InvalidRequest, SessionFileError, StreamgenError
-from streamgen.frames import Event
-from streamgen.session import Session, _State, _Track
+from streamgen.frames import Event, Timing
+from streamgen.session import Session, _Ahead, _Asked, _State, _Track
 
 FORMAT = 1
 _MAGIC = b"streamgen-session"
@@ -54,8 +54,8 @@ def save(session: Session, path: str | Path) -> None:
     session._model = session._model or digest_of_weights(session.engine)
     with session._queue_lock:
         asked = [
-            [id, kind, sorted(value) if kind == "act" else list(value)]
-            for id, kind, value in session._queue
+            [ask.id, ask.kind, sorted(ask.value) if ask.kind == "act" else ask.value, ask.at]
+            for ask in session._queue
         ]
         pressed, receipts = sorted(session._pressed), session._receipts
     header = {
@@ -71,6 +71,15 @@ def save(session: Session, path: str | Path) -> None:
         "pressed": pressed,
         "receipts": receipts,
         "decoder": _flatten(state.decoder, tensors),
+        "ahead": [
+            {
+                "index": chunk.index,
+                "first_frame": chunk.first_frame,
+                "applied": [event.to_json() for event in chunk.applied],
+                "latents": _flatten(chunk.latents, tensors),
+            }
+            for chunk in state.ahead
+        ],
         "end": session._table.end,
         "ordinals": [ordinal for ordinal, _ in session._table.entries],
     }
@@ -126,7 +135,7 @@ def _state_of(engine: Engine, header: Mapping[str, Any], tensors: Mapping[str, T
     if "latents" in tensors:
         latents, actions = tensors["latents"], tensors["actions"]
         _expect_shape(latents, (len(latents), *shape))
-        _expect_shape(actions, (len(latents), len(config.keys)))
+        _expect_shape(actions, (len(latents), engine.dit.config.action_dim))
     _expect_shape(tensors["rng"], torch.Generator().get_state().shape)
     track = None
     for event in header["track"]:
@@ -138,10 +147,20 @@ def _state_of(engine: Engine, header: Mapping[str, Any], tensors: Mapping[str, T
         rng=tensors["rng"],
         frame=header["frame"],
         chunk=header["chunk"],
-        decoder=_unflatten(header["decoder"], tensors, device),
+        decoder=_unflatten(header["decoder"], tensors, engine.codec_device),
         latents=latents.to(device).unbind(),
         actions=actions.unbind(),
         track=track,
+        ahead=tuple(
+            _Ahead(
+                chunk["index"],
+                chunk["first_frame"],
+                _unflatten(chunk["latents"], tensors, device),
+                tuple(Event(**event) for event in chunk["applied"]),
+                Timing(),
+            )
+            for chunk in header["ahead"]
+        ),
     )
 
 
@@ -150,9 +169,9 @@ def _fill(
 ) -> None:
     """Give a new session its past; what can fail for want of room comes last."""
     engine = session.engine
-    for id, kind, value in header["asked"]:
+    for id, kind, value, at in header["asked"]:
         asked = frozenset(value) if kind == "act" else tuple(value)
-        session._queue.append((id, kind, asked))
+        session._queue.append(_Asked(id, kind, asked, at))
     session._pressed, session._receipts = set(header["pressed"]), header["receipts"]
     if "image" in tensors:
         shape = (engine.dit.config.in_channels, *engine.config.latent_hw)
@@ -174,8 +193,8 @@ def _expect_shape(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 def digest_of_weights(engine: Engine) -> str:
     """Names the weights of an engine as they are loaded: blake2b-256 of every tensor of it."""
-    digest = hashlib.blake2b(digest_size=32)
-    for part in (engine.dit, engine.text, engine.codec):
+    digest = hashlib.blake2b(engine.text.identity.encode(), digest_size=32)
+    for part in (engine.dit, engine.codec):
         for name, tensor in part.state_dict().items():
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
             flat = tensor.detach().cpu().contiguous().flatten()

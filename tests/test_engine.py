@@ -189,7 +189,7 @@ def test_sessions_in_threads(world: WorldPipeline) -> None:
         for index in range(8):
             session.act(keys={"wasdqe"[(seed + index) % 6]})
             if index == 4:
-                session.prompt(("snow", "day", "night")[seed], recache="window")
+                session.prompt(("snow", "day", "night")[seed], recache="window_causal")
             frames.append(session.step().frames)
         return np.concatenate(frames)
 

@@ -9,16 +9,16 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FLOORS: tuple[set[str], ...] = (
-    {"errors", "frames", "device", "wire", "kernels", "weights"},
+    {"errors", "frames", "device", "placement", "wire", "kernels", "weights"},
     {"cache"},
     {"models", "sampling"},
-    {"session", "session_file", "engine"},
+    {"session", "session_file", "engine", "folder"},
     {"pipelines"},
     {"apps"},
 )
 RANK = {name: rank for rank, floor in enumerate(FLOORS) for name in floor}
 # Parts that stand alone but for these.
-ALONE = {"kernels": {"kernels"}, "weights": {"weights", "errors"}, "errors": set(), "frames": set()}
+ALONE = {"kernels": {"kernels"}, "weights": {"weights", "errors"}, "errors": set(), "frames": {"errors"}}
 
 MODULES = sorted(
     path.relative_to(ROOT)

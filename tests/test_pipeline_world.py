@@ -17,7 +17,7 @@ from worlds import tiny_world
 
 from streamgen import WorldPipeline
 from streamgen.errors import InvalidRequest, StreamgenError, UnknownModel, WeightsError
-from streamgen.pipelines.world import read_image
+from streamgen.frames import read_image
 from streamgen.weights import registry
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -323,7 +324,7 @@ def test_twins_part_without_touching(world: WorldPipeline) -> None:
     session = world.session(BRICK, seed=1)
     walk(session, 5)
     twin, third = session.fork(), session.fork()
-    twin.prompt(SNOW, recache="window")
+    twin.prompt(SNOW, recache="window_causal")
     for _ in range(3):
         twin.act(keys={"e"})
         assert not same(step(twin), walk(session, 1))
@@ -541,7 +542,7 @@ def test_the_same_prompt_again(world: WorldPipeline) -> None:
     """Changes nothing."""
     session = world.session(BRICK, seed=1)
     walk(session, 3)
-    session.prompt(BRICK, recache="window")
+    session.prompt(BRICK, recache="window_causal")
     assert same(walk(session, 3), walk(world.session(BRICK, seed=1), 6)[6:])
 
 
@@ -573,7 +574,7 @@ def test_unknown_way_to_recache(world: WorldPipeline) -> None:
         world.session().prompt(SNOW, recache="all")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("recache", ["last_chunk", "window", "off"])
+@pytest.mark.parametrize("recache", ["last_chunk", "window_causal", "window_bidirectional", "off"])
 def test_rewind_past_a_switch(world: WorldPipeline, recache: Any) -> None:
     """The old prompt is in force again, in the cache too: the walk without the switch goes on."""
     session, plain = world.session(BRICK, seed=1), world.session(BRICK, seed=1)
@@ -616,7 +617,7 @@ def worst(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> Tensor:
 @pytest.mark.parametrize("history", HISTORIES)
 @pytest.mark.parametrize("positions", ["sliding_sink", "absolute"])
 @pytest.mark.parametrize("chunks", [2, 6], ids=["growing", "sliding"])
-@pytest.mark.parametrize("how", ["last_chunk", "window", "off"])
+@pytest.mark.parametrize("how", ["last_chunk", "window_causal", "window_bidirectional", "off"])
 def test_recache_rewrites(
     how: str,
     chunks: int,
@@ -632,12 +633,13 @@ def test_recache_rewrites(
     before, after = recached(world, session, how, monkeypatch)
     rewritten = {
         "last_chunk": {2 * chunks - 2, 2 * chunks - 1},
-        "window": set(range(1, 2 * chunks)),
+        "window_causal": set(range(1, 2 * chunks)),
+        "window_bidirectional": set(range(1, 2 * chunks)),
         "off": set(),
     }[how]
     assert {0, *range(max(0, 2 * chunks - 5), 2 * chunks)} <= set(after)
     # A pass over another number of frames may round its sums otherwise, even in layer 0.
-    rounding = 1e-6 if how == "window" else 0.0
+    rounding = 1e-6 if how.startswith("window") else 0.0
     for frame, tensors in after.items():
         change = worst(before[frame], tensors)
         assert change[0] <= (rounding if frame in rewritten else 0.0)
@@ -651,7 +653,7 @@ def test_recache_stays_in_place(world: WorldPipeline, monkeypatch: pytest.Monkey
     slots, stats = dict(session._table.entries), world.engine.pool.stats()
     slots = {frame: block.slot for frame, block in slots.items()}
     monkeypatch.setattr(BlockPool, "_carry", None)
-    for how in ("last_chunk", "window"):
+    for how in ("last_chunk", "window_causal", "window_bidirectional"):
         session._recache(how)
         assert {frame: block.slot for frame, block in session._table.entries} == slots
         assert world.engine.pool.stats() == stats
@@ -668,7 +670,7 @@ def test_window_recache_is_a_causal_replay(
     session, engine = world.session(BRICK, seed=1), world.engine
     walk(session, 4)
     latents, actions = session._state.latents, session._state.actions
-    _, after = recached(world, session, "window", monkeypatch)
+    _, after = recached(world, session, "window_causal", monkeypatch)
     replay, other = engine.table(), world.session(BRICK)
     for first in range(0, 8, 2):
         with replay.chunk(2) as chunk:
@@ -693,22 +695,22 @@ def test_window_recache_under_the_same_prompt(sink: int) -> None:
     session = tiny_world(sink=sink, window=10).session(BRICK, seed=1)
     walk(session, 5)
     before = tensors_of(session)
-    session._recache("window")
+    session._recache("window_causal")
     for frame, pair in tensors_of(session).items():
         for ours, theirs in zip(pair, before[frame], strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
 
 
 def test_ways_to_recache_differ(world: WorldPipeline) -> None:
-    """The three give three different next frames."""
+    """Each gives another next frame."""
     frames = []
-    for how in ("last_chunk", "window", "off"):
+    for how in ("last_chunk", "window_causal", "window_bidirectional", "off"):
         session = world.session(BRICK, seed=1)
         walk(session, 5)
         session.prompt(SNOW, recache=how)  # type: ignore[arg-type]
         frames.append(step(session))
-    for i, j in ((0, 1), (0, 2), (1, 2)):
-        assert not same(frames[i], frames[j])
+    for one, other in combinations(frames, 2):
+        assert not same(one, other)
 
 
 # A step that fails
@@ -771,7 +773,7 @@ def test_a_prompt_after_a_failed_step(
         session.step()
     mend()
     for one in (session, plain):
-        one.prompt(SNOW, recache="window")
+        one.prompt(SNOW, recache="window_causal")
     frames = walk(session, 3)
     if history:  # without one, what was pushed out is gone, and a part of the ReCache with it
         assert same(frames, walk(plain, 3))
@@ -847,13 +849,13 @@ def test_a_full_history_leaves_room_for_a_switch() -> None:
     world = tiny_world(max_sessions=1, history_frames=20)
     session = world.session(BRICK, seed=1, history_seconds=1.0)
     walk(session, 14)
-    for text, how in ((SNOW, "last_chunk"), ("day", "window"), (BRICK, "window")):
+    for text, how in ((SNOW, "last_chunk"), ("day", "window_causal"), (BRICK, "window_bidirectional")):
         session.prompt(text, recache=how)  # type: ignore[arg-type]
         walk(session, 1)
     assert session.rewind(frames=4) < 34
 
 
-@pytest.mark.parametrize("how", ["last_chunk", "window"])
+@pytest.mark.parametrize("how", ["last_chunk", "window_causal", "window_bidirectional"])
 def test_a_switch_needs_no_spare_room(how: Any) -> None:
     """Without a history, in a pool that has room for one session's window and sink only."""
     world = tiny_world(max_sessions=1, history_frames=0)
@@ -872,7 +874,7 @@ def test_close_gives_everything_back(world: WorldPipeline) -> None:
     session = world.session(BRICK, seed=1)
     walk(session, 5)
     mark, twin = session.mark(), session.fork()
-    twin.prompt(SNOW, recache="window")
+    twin.prompt(SNOW, recache="window_causal")
     walk(twin, 3)
     third = twin.fork()
     session.close(), session.close()
@@ -1021,10 +1023,10 @@ def test_watch_and_rewind(world: WorldPipeline) -> None:
     """Given frames are history like all others: one can go back into them, and recache them."""
     session = world.session(BRICK, seed=1)
     session.watch(*given(8))
-    session.prompt(SNOW, recache="window")
+    session.prompt(SNOW, recache="window_causal")
     first = walk(session, 3)
     assert session.rewind(frames=6) == 8
-    session.prompt(SNOW, recache="window")
+    session.prompt(SNOW, recache="window_causal")
     assert same(walk(session, 3), first)
     assert session.rewind(frames=10) == 4
     walk(session, 2)

@@ -92,7 +92,7 @@ def wrapped(session: Session) -> Session:
 
 def switched(session: Session) -> Session:
     walk(session, 4)
-    session.prompt(SNOW, recache="window")
+    session.prompt(SNOW, recache="window_causal")
     walk(session, 1)
     return session
 
@@ -143,7 +143,7 @@ def test_goes_on_bitwise(life: Callable[[Session], Session], positions: str, pat
     assert told(resumed) == told(session)
     assert walk(resumed, 3) == walk(session, 3)
     for one in (resumed, session):
-        one.prompt("day" if one.text == BRICK else BRICK, recache="window")
+        one.prompt("day" if one.text == BRICK else BRICK, recache="window_causal")
     assert walk(resumed, 5) == walk(session, 5)
     assert told(resumed) == told(session)
 
@@ -155,7 +155,7 @@ def test_after_a_failed_step(world: WorldPipeline, path: Path) -> None:
     resumed = tiny_world().load_session(path)
     assert [o for o, _ in resumed._table.entries] == [o for o, _ in session._table.entries]
     for one in (resumed, session):
-        one.prompt(SNOW, recache="window")
+        one.prompt(SNOW, recache="window_causal")
     assert walk(resumed, 4) == walk(session, 4)
 
 
@@ -343,7 +343,7 @@ def test_in_a_fresh_process(
     walk(session, 3)
     save(session, paths[0])
     twin = session.fork()
-    twin.prompt("heavy snow", recache="window")
+    twin.prompt("heavy snow", recache="window_causal")
     walk(twin, 1)
     save(twin, paths[1])
     walk(session, 7)

@@ -25,7 +25,7 @@ from streamgen.pipelines.world import WorldPipeline
 from streamgen.session import Mark, Session
 
 TEXTS = ("a brick maze at night", "snow", "day")
-RECACHE = ("last_chunk", "window", "off")
+RECACHE = ("last_chunk", "window_causal", "window_bidirectional", "off")
 MOST_SESSIONS = 3
 
 which = st.integers(0, 3)

@@ -103,7 +103,7 @@ def test_time_travel(kv: str, positions: str) -> None:
         for who in (session, twin, session):
             if who is session:
                 session.rewind(mark)
-            who.prompt("heavy snow", recache="window")
+            who.prompt("heavy snow", recache="window_causal")
             runs.append(np.concatenate([who.step().frames for _ in range(3)]))
         assert (runs[0] == runs[1]).all() and (runs[0] == runs[2]).all()
         twin.close()

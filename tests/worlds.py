@@ -50,7 +50,7 @@ def tiny_world(
         latent_channels=4,
     )
     for module in (dit, text, vae):
-        _randomise(module)
+        randomise(module)
     config = WorldConfig(
         height=16,
         width=24,
@@ -74,7 +74,7 @@ def tiny_world(
     return WorldPipeline(Engine(dit, text, codec, config, max_sessions, history_frames), "tiny")
 
 
-def _randomise(module: nn.Module) -> None:
+def randomise(module: nn.Module) -> None:
     for parameter in module.parameters():
         if parameter.ndim == 1:
             parameter.data += 0.05 * torch.randn_like(parameter)

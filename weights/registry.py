@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -27,8 +27,8 @@ MANIFEST = "model.json"
 
 _HERE = Path(__file__).parent
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-# What is fetched from a hub: configuration, text and safetensors, never code or pickles.
-_HUB_FILES = ["*.json", "*.safetensors", "*.md", "*.txt"]
+# What is fetched from a hub: configuration, text, tokenizers and safetensors, no code or pickles.
+_HUB_FILES = ["*.json", "*.safetensors", "*.md", "*.txt", "*.model"]
 
 
 @dataclass(frozen=True)
@@ -74,22 +74,29 @@ def packaged(home: Path = _HERE) -> dict[str, PackagedModel]:
     return {name: read_manifest(home / name) for name in packaged_names(home)}
 
 
-def resolve(name: str | Path, home: Path = _HERE) -> Path:
+def resolve(
+    name: str | Path, home: Path = _HERE, accept: Callable[[Path], bool] | None = None
+) -> Path:
     """The folder of a model: a packaged name, a local folder, or a hub id "org/name".
 
     A packaged name wins over a local folder of the same name; write "./name" for the folder. Files
     are not checked here: see `verify`.
 
+    Args:
+        name: of the model.
+        home: where the packaged models are.
+        accept: says of a folder without a `model.json` whether it will do all the same.
+
     Raises:
         UnknownModel: none of the three; the message lists the packaged names.
-        WeightsError: a local folder without a `model.json`.
+        WeightsError: a folder without a `model.json`.
     """
     text = str(name)
     if text in packaged_names(home):
         return home / text
     folder = Path(name).expanduser()
     if folder.is_dir():
-        if not (folder / MANIFEST).is_file():
+        if not (folder / MANIFEST).is_file() and not (accept and accept(folder)):
             raise WeightsError(
                 f"folder {text!r} holds no {MANIFEST}: a model folder needs {MANIFEST} (name, "
                 "kind, version, licence, card, and files with their sha256) beside those files"
@@ -103,7 +110,7 @@ def resolve(name: str | Path, home: Path = _HERE) -> Path:
         raise UnknownModel(
             f"{problem}; or name a folder that holds {MANIFEST}, or a hub id org/name"
         )
-    return _from_hub(text, problem)
+    return _from_hub(text, problem, accept)
 
 
 def read_manifest(folder: Path) -> PackagedModel:
@@ -185,7 +192,7 @@ def _wrong_fields(raw: Any, texts: tuple[str, ...]) -> list[str]:
     ]
 
 
-def _from_hub(repo: str, problem: str) -> Path:
+def _from_hub(repo: str, problem: str, accept: Callable[[Path], bool] | None) -> Path:
     """Fetch a hub repository into the hub's own cache, or find it there."""
     try:
         from huggingface_hub import snapshot_download
@@ -201,6 +208,6 @@ def _from_hub(repo: str, problem: str) -> Path:
         raise UnknownModel(
             f"{problem}; there is no such folder, and the hub gave nothing: {reason}"
         ) from error
-    if not (folder / MANIFEST).is_file():
+    if not (folder / MANIFEST).is_file() and not (accept and accept(folder)):
         raise WeightsError(f"hub repository {repo!r} holds no {MANIFEST}: it is no streamgen model")
     return folder

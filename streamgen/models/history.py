@@ -38,8 +38,9 @@ class CachedHistory:
         grid: rows and columns of tokens in a frame.
         window: frames that a chunk can see, sink and chunk included; where a moving sink stands
             follows from it. None where nothing slides.
-        causal: frames of a block if the chunk's own frames must not see later blocks; None = the
-            whole chunk sees itself.
+        blocks: `(start, length)` of the blocks if the chunk's own frames must not see later
+            blocks, in frames: one begins at every `start + i * length`. None = the whole chunk
+            sees itself.
 
     Attributes:
         seconds: time spent moving keys and values, the sink's rotation included.
@@ -50,12 +51,12 @@ class CachedHistory:
         chunk: Chunk,
         grid: tuple[int, int],
         window: int | None = None,
-        causal: int | None = None,
+        blocks: tuple[int, int] | None = None,
     ) -> None:
         keys = chunk.kv(0)[0]
         self.chunk, self.seconds = chunk, 0.0
         self.turn = rotation(chunk.frames, grid, keys.shape[-1], keys.device)
-        self.mask = None if causal is None else self._block_causal(causal, grid[0] * grid[1])
+        self.mask = None if blocks is None else self._block_causal(*blocks, grid[0] * grid[1])
         self._sunk_tokens = chunk.sinks * grid[0] * grid[1]
         if window is not None and chunk.shadow(0).shape[0]:
             self._place_sink(grid, max(0, chunk.frames.stop - window))
@@ -72,9 +73,9 @@ class CachedHistory:
             self.chunk.shadow(layer).copy_(rotate(raw[None], turn)[0])
         self.seconds += perf_counter() - start
 
-    def _block_causal(self, block: int, frame_tokens: int) -> Tensor:
-        queries = torch.tensor(self.chunk.frames) // block
-        keys = torch.tensor(self.chunk.meta.ordinals) // block
+    def _block_causal(self, start: int, length: int, frame_tokens: int) -> Tensor:
+        queries = (torch.tensor(self.chunk.frames) - start) // length
+        keys = (torch.tensor(self.chunk.meta.ordinals) - start) // length
         seen = queries[:, None] >= keys
         seen = seen.repeat_interleave(frame_tokens, 0).repeat_interleave(frame_tokens, 1)
         return seen.to(self.turn.device)

@@ -1,14 +1,33 @@
-"""A word-level prompt encoder over a stated vocabulary: the pocket world's text side."""
+"""What a text encoder is, and a word-level one over a stated vocabulary: the pocket models'."""
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from streamgen.errors import InvalidRequest
+
+
+class TextEncoder(Protocol):
+    """Texts to the rows that a transformer's cross-attention reads."""
+
+    def __call__(self, texts: Sequence[str]) -> Tensor:
+        """Encode to `[B, L, text_dim]`; L is the same for every text."""
+        ...
+
+    def unknown(self, text: str) -> list[str]:
+        """What it will leave out, and a user should hear of."""
+        ...
+
+    @property
+    def identity(self) -> str:
+        """Names what an encoded text depends on besides the text; the same in every process."""
+        ...
 
 
 class WordEncoder(nn.Module):
@@ -40,6 +59,17 @@ class WordEncoder(nn.Module):
                 f"{self.max_words}"
             )
         return known, [word for word in words if word not in self._row]
+
+    def unknown(self, text: str) -> list[str]:
+        """The text's words that are not in the vocabulary."""
+        return self.split(text)[1]
+
+    @property
+    def identity(self) -> str:
+        """A digest of the vocabulary and its vectors."""
+        digest = hashlib.blake2b(" ".join(self.vocabulary).encode(), digest_size=16)
+        digest.update(self.embedding.weight.detach().cpu().float().numpy().data)
+        return digest.hexdigest()
 
     def forward(self, texts: Sequence[str]) -> Tensor:
         """Encode texts to `[B, max_words, width]`; words outside the vocabulary are left out."""

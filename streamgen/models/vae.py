@@ -6,6 +6,7 @@ Axes: F frames, C latent channels, Y and X latent rows and columns, H and W pixe
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,21 +17,44 @@ from streamgen.errors import WeightsError
 from streamgen.weights.load import load_into, read_tensors
 
 
-class Decoder(Protocol):
-    """Streaming decoder: `state` is whatever it needs of the past, and never changed in place."""
+class VideoCodec(Protocol):
+    """Pixels in and out, a piece at a time.
 
-    def decode(self, latents_FCYX: Tensor, state: Any) -> tuple[Tensor, Any]:
-        """Pixels uint8 `[F', H, W, 3]` of the next latents, and the state after them."""
+    Attributes:
+        temporal: pixel frames of a latent frame, the first of a video excepted, which gives one.
+    """
+
+    temporal: int
+
+    def decode(self, latents_FCYX: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+        """Pixels uint8 `[F', H, W, 3]` of the next latents, and the state after them.
+
+        `state` is whatever the decoder needs of the past (None: a video begins), and never changed
+        in place.
+        """
+        ...
+
+    def encode(self, pixels_FHW3: Tensor) -> Tensor:
+        """Normalised latents `[F', C, Y, X]`, float32, of a video's uint8 pixels."""
+        ...
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Its weights."""
         ...
 
 
 class FrameCodec(nn.Module):
     """A diffusers autoencoder that codes every frame by itself, so its state is None.
 
+    Attributes:
+        temporal: 1, pixel frames of a latent frame.
+
     Args:
         vae: `AutoencoderDC` or `AutoencoderTiny`.
         mean, std: per-channel statistics `[C]` that make its latents zero-mean, unit-variance.
     """
+
+    temporal = 1
 
     def __init__(self, vae: nn.Module, mean: list[float], std: list[float]) -> None:
         super().__init__()

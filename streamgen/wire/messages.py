@@ -93,7 +93,7 @@ class Prompt(_Message):
     type: Literal["prompt"] = "prompt"
     id: int = Field(default=0, ge=0, lt=2**53)
     text: str
-    recache: Literal["last_chunk", "window", "off"] = "last_chunk"
+    recache: Literal["last_chunk", "window_causal", "window_bidirectional", "off"] | None = None
 
 
 class Reset(_Message):

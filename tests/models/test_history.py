@@ -37,11 +37,11 @@ class Stream:
         policy = SinkWindow(sink, window, shadow_sink=moving)
         self.table = BlockTable(BlockPool(spec, slots), policy)
 
-    def history(self, chunk, causal: int | None = None) -> CachedHistory:
-        return CachedHistory(chunk, GRID, self.window if self.moving else None, causal)
+    def history(self, chunk, blocks: tuple[int, int] | None = None) -> CachedHistory:
+        return CachedHistory(chunk, GRID, self.window if self.moving else None, blocks)
 
-    def attend(self, chunk, causal: int | None = None) -> list[Tensor]:
-        history, frames = self.history(chunk, causal), chunk.frames
+    def attend(self, chunk, blocks: tuple[int, int] | None = None) -> list[Tensor]:
+        history, frames = self.history(chunk, blocks), chunk.frames
         return [
             history.attend(layer, *(data(frames, layer, kind) for kind in range(3)))
             for layer in range(LAYERS)
@@ -160,7 +160,7 @@ def test_causal_equals_chunk_by_chunk(sink: int, moving: bool) -> None:
     outputs = [stream.step()[1] for _ in range(4)]
     n = 8 - sink
     with stream.table.reopen(n) as chunk:
-        together = stream.attend(chunk, causal=CHUNK)
+        together = stream.attend(chunk, (0, CHUNK))
     for layer, out in enumerate(together):
         apart = torch.cat([output[layer] for output in outputs], dim=1)[:, -n * TOKENS :]
         torch.testing.assert_close(out, apart, atol=1e-5, rtol=0)
@@ -171,7 +171,7 @@ def test_causal_blocks_count_from_frame_0() -> None:
     stream = Stream(sink=0, window=8)
     outputs = [stream.step()[1] for _ in range(4)]
     with stream.table.reopen(3) as chunk:  # the second half of one chunk, and the next
-        together = stream.attend(chunk, causal=CHUNK)
+        together = stream.attend(chunk, (0, CHUNK))
     apart = torch.cat([output[0] for output in outputs], dim=1)[:, -3 * TOKENS :]
     torch.testing.assert_close(together[0], apart, atol=1e-5, rtol=0)
 
