@@ -18,7 +18,7 @@ from torch import Tensor
 
 from streamgen.cache import BlockPool, BlockTable, Chunk, KVSpec, SinkWindow
 from streamgen.cache.codec import codec_name
-from streamgen.errors import InvalidRequest, WeightsError
+from streamgen.errors import InvalidRequest
 from streamgen.frames import Chunk as FrameChunk
 from streamgen.models.history import CachedHistory, CachedPrompt, Positions
 from streamgen.models.text import TextEncoder
@@ -249,17 +249,12 @@ class Engine:
 
         Raises:
             InvalidRequest: a text over the limit.
-            WeightsError: the text encoder is another model's.
+            WeightsError: the text encoder can't be read, or is another model's.
         """
         with self._prompts_lock:
             found = self._prompts.get(text)
             if found is None:
                 rows = self.text([text]).to(self.device)
-                if rows.shape[-1] != self.dit.config.text_dim:
-                    raise WeightsError(
-                        f"the text encoder gives rows of {rows.shape[-1]}, the transformer takes "
-                        f"{self.dit.config.text_dim}: they belong to different models"
-                    )
                 found = CachedPrompt(self.dit.encode_prompt(rows))
                 self._prompts[text] = found
             self._prompts.move_to_end(text)
