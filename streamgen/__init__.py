@@ -5,12 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from streamgen.pipelines.causal_video import CausalVideoPipeline
+    from streamgen.pipelines.next_scale import NextScalePipeline
     from streamgen.pipelines.world import WorldPipeline
 
 __version__ = "0.1.0"
-__all__ = ["WorldPipeline", "__version__"]
+__all__ = ["CausalVideoPipeline", "NextScalePipeline", "WorldPipeline", "__version__"]
 
-_HOME = {"WorldPipeline": "streamgen.pipelines.world"}
+_HOME = {
+    "CausalVideoPipeline": "streamgen.pipelines.causal_video",
+    "NextScalePipeline": "streamgen.pipelines.next_scale",
+    "WorldPipeline": "streamgen.pipelines.world",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -95,8 +95,9 @@ def read_config(folder: Path, kind: str) -> dict[str, Any]:
     found = raw.get("kind") if isinstance(raw, dict) else None
     if found != kind:
         its_use = f", for {USES[found]}" if found in USES else ""
+        article = "an" if kind[0] in "aeiou" else "a"
         raise InvalidRequest(
-            f"{folder.name!r} is not a {kind} (its config.json says kind {found!r}{its_use})"
+            f"{folder.name!r} is not {article} {kind} (its config.json says kind {found!r}{its_use})"
         )
     return dict(raw)
 

@@ -16,7 +16,7 @@ Axes: R rows, N tokens of a scale, U tokens up to and with it, H K/V heads, D he
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from types import TracebackType
 
@@ -55,7 +55,8 @@ class NextScale:
     Nobody reads the last scale's keys and values once its own step is over. With `store_last=False`
     they are not stored and the blocks are shorter by it (424 tokens of 680). During that one step
     attention reads from a staging buffer, one layer long and used by all layers in turn, into which
-    what is stored is copied; the other scales stay free of copies.
+    what is stored is copied; the other scales stay free of copies. `parts`, in place of `write` and
+    `kv`, needs a buffer for half of the rows only.
 
     Args:
         pool: raw; its spec has the `block_tokens` that the function of that name gives.
@@ -106,6 +107,12 @@ class NextScale:
         return len(self._blocks)
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the blocks and, while a last scale that is not stored is pending, of staging."""
+        views = [x for layer in range(self.pool.spec.num_layers) for x in self._view(layer)]
+        return sum(x.nbytes for x in (*views, *(self._staging or ())))
+
+    @property
     def filled(self) -> int:
         """Tokens of the committed scales."""
         return self.lengths[self.scale - 1] if self.scale else 0
@@ -130,8 +137,7 @@ class NextScale:
         self._own()
         self._pending = True
         self._unwritten = set(range(self.pool.spec.num_layers))
-        if not self.store_last and scale == len(self.lengths) - 1:
-            self._stage()
+        self._staging, self._staged = None, -1
 
     def write(self, layer: int, k_RNHD: Tensor, v_RNHD: Tensor) -> None:
         """Store the pending scale's K and V of one layer where they stay, as often as needed.
@@ -140,24 +146,40 @@ class NextScale:
             InvalidRequest: another shape or dtype than `[rows, side*side, kv_heads, head_dim]` in
                 the pool's dtype, or no scale is pending.
         """
-        self._expect_pending()
-        a, b = self.filled, self.lengths[self.scale]
-        spec = self.pool.spec
-        shape = (self.rows, b - a, spec.kv_heads, spec.head_dim)
-        for name, x in (("k", k_RNHD), ("v", v_RNHD)):
-            if x.shape != shape or x.dtype != spec.dtype:
-                raise InvalidRequest(
-                    f"{name} is {tuple(x.shape)} {x.dtype}; scale {self.scale} takes {shape} "
-                    f"{spec.dtype}"
-                )
-        target = self._staging or self._view(layer)
-        with torch.no_grad():  # else writing what needs a gradient ties the pool to its graph
-            if self._staging:
-                for x, stored in zip(self._staging, self._view(layer), strict=True):
-                    x[:, :a].copy_(stored)
-                self._staged = layer
-            for x, new in zip(target, (k_RNHD, v_RNHD), strict=True):
-                x[:, a:b].copy_(new)
+        self._expect_rows(k_RNHD, v_RNHD)
+        if self._unstored:
+            self._stage(layer, slice(0, self.rows), k_RNHD, v_RNHD)
+            self._staged = layer
+        else:
+            a, b = self.filled, self.lengths[self.scale]
+            with torch.no_grad():  # else writing what needs a gradient ties the pool to its graph
+                for x, new in zip(self._view(layer), (k_RNHD, v_RNHD), strict=True):
+                    x[:, a:b].copy_(new)
+        self._unwritten.discard(layer)
+
+    def parts(
+        self, layer: int, k_RNHD: Tensor, v_RNHD: Tensor
+    ) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """`write` and `kv` in one: what the pending scale sees of one layer, some rows at a time.
+
+        That is all rows, where they lie; of a last scale that is not stored, first one half of the
+        rows and then the other, each in the staging buffer until the next is asked for.
+
+        Yields:
+            Which rows, and their K and V `[rows, U, kv_heads, head_dim]`.
+
+        Raises:
+            InvalidRequest: as `write`.
+        """
+        if not self._unstored:
+            self.write(layer, k_RNHD, v_RNHD)
+            yield slice(0, self.rows), *self.kv(layer)
+            return
+        self._expect_rows(k_RNHD, v_RNHD)
+        half = -(-self.rows // 2)
+        for first in range(0, self.rows, half):
+            rows = slice(first, min(first + half, self.rows))
+            yield rows, *self._stage(layer, rows, k_RNHD, v_RNHD)
         self._unwritten.discard(layer)
 
     def kv(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -170,12 +192,12 @@ class NextScale:
             InvalidRequest: no scale is pending, or the staging buffer holds another layer.
         """
         self._expect_pending()
-        if self._staging and self._staged != layer:
+        if self._unstored and self._staged != layer:
             raise InvalidRequest(
                 f"layer {layer} isn't staged: the last scale is not stored (store_last=False), so "
                 "each layer must be read right after it was written"
             )
-        k, v = self._staging or self._view(layer)
+        k, v = self._staging if self._unstored and self._staging else self._view(layer)
         seen = self.lengths[self.scale]
         return k[:, :seen], v[:, :seen]
 
@@ -266,10 +288,39 @@ class NextScale:
             for block in self._blocks:
                 block.sealed = False
 
-    def _stage(self) -> None:
-        k, v = self._view(0)
-        size = (self.rows, self.lengths[-1], *k.shape[2:])
-        self._staging, self._staged = (k.new_empty(size), v.new_empty(size)), -1
+    @property
+    def _unstored(self) -> bool:
+        """Whether the scale is the last one and has no place in the blocks."""
+        return not self.store_last and self.scale == len(self.lengths) - 1
+
+    def _stage(
+        self, layer: int, rows: slice, k_RNHD: Tensor, v_RNHD: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Some rows' K and V of all scales side by side in the staging buffer."""
+        n, a, self._staged = rows.stop - rows.start, self.filled, -1
+        if self._staging is None or len(self._staging[0]) < n:
+            self._staging = None  # the old one goes before the new one comes
+            size = (n, self.lengths[-1], *k_RNHD.shape[2:])
+            self._staging = k_RNHD.new_empty(size), v_RNHD.new_empty(size)
+        with torch.no_grad():
+            for x, stored, new in zip(
+                self._staging, self._view(layer), (k_RNHD, v_RNHD), strict=True
+            ):
+                x[:n, :a].copy_(stored[rows])
+                x[:n, a:].copy_(new[rows])
+        return self._staging[0][:n], self._staging[1][:n]
+
+    def _expect_rows(self, k_RNHD: Tensor, v_RNHD: Tensor) -> None:
+        self._expect_pending()
+        spec = self.pool.spec
+        tokens = self.lengths[self.scale] - self.filled
+        shape = (self.rows, tokens, spec.kv_heads, spec.head_dim)
+        for name, x in (("k", k_RNHD), ("v", v_RNHD)):
+            if x.shape != shape or x.dtype != spec.dtype:
+                raise InvalidRequest(
+                    f"{name} is {tuple(x.shape)} {x.dtype}; scale {self.scale} takes {shape} "
+                    f"{spec.dtype}"
+                )
 
     def _expect_open(self) -> None:
         if not self._blocks:

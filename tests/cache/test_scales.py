@@ -100,6 +100,58 @@ def test_equals_recomputation(model: TinyVAR, store_last: bool) -> None:
     assert pool.stats().free == pool.stats().total
 
 
+@pytest.mark.parametrize("store_last", [True, False])
+@pytest.mark.parametrize("rows", [1, 5, 6])
+def test_parts(rows: int, store_last: bool) -> None:
+    """All rows at once, or halves of an unstored last scale, with what `write` and `kv` show."""
+    pool = pool_of(2 * rows, store_last)
+    whole, cache = (NextScale(pool, rows, SIDES, store_last) for _ in range(2))
+    half = -(-rows // 2)
+    make = torch.Generator().manual_seed(1)
+    for scale, side in enumerate(SIDES):
+        for one in (whole, cache):
+            one.begin(scale)
+        unstored = scale == 3 and not store_last
+        for layer in range(LAYERS):
+            shape = (2, rows, side * side, HEADS, DIM)
+            k, v = torch.randn(shape, generator=make, dtype=torch.float64)
+            whole.write(layer, k, v)
+            taken = []
+            for part, *kv in cache.parts(layer, k, v):  # the next part overwrites this one
+                taken += list(range(rows))[part]
+                assert part.stop - part.start in ((half, rows - half) if unstored else (rows,))
+                for x, y in zip(kv, whole.kv(layer), strict=True):
+                    assert torch.equal(x, y[part])
+            assert taken == list(range(rows))
+        stored = LAYERS * 2 * rows * pool.spec.block_tokens
+        staged = 2 * half * LENGTHS[-1] if unstored else 0
+        assert cache.nbytes == (stored + staged) * HEADS * DIM * 8
+        for one in (whole, cache):
+            one.commit()
+        assert cache.nbytes == stored * HEADS * DIM * 8
+
+
+def test_parts_are_checked() -> None:
+    """As by `write`; a layer of which not all parts were taken is not written."""
+    cache = NextScale(pool_of(2, store_last=False), 2, SIDES, store_last=False)
+    with pytest.raises(InvalidRequest, match="no scale is pending"):
+        next(cache.parts(0, torch.zeros(1), torch.zeros(1)))
+    for scale, side in enumerate(SIDES):
+        cache.begin(scale)
+        x = torch.zeros(2, side * side, HEADS, DIM, dtype=torch.float64)
+        with pytest.raises(InvalidRequest, match=f"scale {scale} takes"):
+            next(cache.parts(0, x[:1], x[:1]))
+        for layer in range(LAYERS):
+            parts = cache.parts(layer, x, x)
+            next(parts)
+            if layer:
+                list(parts)
+        if scale < 3:
+            cache.commit()
+    with pytest.raises(InvalidRequest, match=r"layers \[0\] of scale 3"):
+        cache.commit()
+
+
 def test_vars_lengths() -> None:
     """680 tokens at 256 pixels, 424 without the last scale; 2,240 and 1,216 at 512."""
     assert (block_tokens(VAR_256), block_tokens(VAR_256, store_last=False)) == (680, 424)
