@@ -44,9 +44,13 @@ types: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed
 	$(BIN)/streamgen bench world
+	$(BIN)/streamgen bench video
+	$(BIN)/streamgen bench image
 
 eval: $(VENV)/.installed
 	$(BIN)/streamgen eval pocket-world
+	$(BIN)/streamgen eval pocket-video -o out/eval-video
+	$(BIN)/streamgen eval pocket-image -o out/eval-image
 
 # The wheel must work where the repository is not: a fresh environment, run from another folder.
 wheel: $(VENV)/.installed-dev
@@ -57,6 +61,10 @@ wheel: $(VENV)/.installed-dev
 	$(WHEEL_VENV)/bin/python -m pip install -c constraints.txt dist/*.whl
 	here=$$(pwd) && cd / && $$here/$(WHEEL_VENV)/bin/streamgen doctor
 	here=$$(pwd) && cd / && $$here/$(WHEEL_VENV)/bin/streamgen play --frames 8 -o $$here/build/walk.mp4
+	here=$$(pwd) && cd / && $$here/$(WHEEL_VENV)/bin/streamgen generate "a red brick maze" --frames 8 \
+	    -o $$here/build/film.mp4
+	here=$$(pwd) && cd / && $$here/$(WHEEL_VENV)/bin/streamgen image --class "lava, brick" \
+	    -o $$here/build/picture.png
 
 # what builds and tests leave behind; remove $(VENV) by hand to install anew
 clean:

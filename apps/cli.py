@@ -21,7 +21,7 @@ from streamgen.errors import InvalidRequest, StreamgenError
 
 app = typer.Typer(
     name="streamgen",
-    help="Run models that make video as a stream.",
+    help="Run models that make video as a stream, and pictures scale by scale.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,  # plain help needs no rich, which is most of the start-up time
@@ -37,6 +37,9 @@ HEADLESS = ("frames", "actions", "switch", "image", "output", "scale")
 
 BROWSER = ("host", "port", "plain", "no_browser")
 """Options of `play` that only the served demo uses."""
+
+EVALUATIONS = {"world": "evaluate", "video": "evaluate_video", "image": "evaluate_image"}
+"""Kind of a model -> the module of `streamgen.apps.pocket` that measures it."""
 
 
 def main() -> None:
@@ -101,6 +104,13 @@ def play(
             help="Same seed, same actions: same frames. [default: any in the browser, 0 in a file]"
         ),
     ] = None,
+    start_image: Annotated[
+        str | None,
+        typer.Option(
+            help="Begin with a picture: a file, or 'generated' for one that the pocket image model "
+            "paints for the prompt, another at each start. [default: a dreamt one]"
+        ),
+    ] = None,
     threads: Annotated[
         int | None, typer.Option(min=1, help="CPU threads. [default: torch's own choice]")
     ] = None,
@@ -126,7 +136,7 @@ def play(
         typer.Option(help="File: a new prompt at a frame, as in '32:heavy snow'; repeatable."),
     ] = None,
     image: Annotated[
-        Path | None, typer.Option(help="File: a picture to begin with, instead of a dreamt one.")
+        Path | None, typer.Option(help="File: the same as --start-image with a file.")
     ] = None,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="File: the mp4; its track lies beside it.")
@@ -144,6 +154,8 @@ def play(
             f"{_option(clash[0])} is for the browser and {_option(headless[0])} for a walk into a "
             "file: leave one of them out"
         )
+    if image is not None and start_image is not None:
+        raise InvalidRequest("--image and --start-image say the same: leave one of them out")
     if threads is not None:
         _use_threads(threads)
     if headless:
@@ -155,7 +167,7 @@ def play(
             switches=switch or [],
             prompt=prompt,
             seed=seed or 0,
-            image=image,
+            image=start_image if image is None else image,
             scale=scale,
         )
         return
@@ -169,7 +181,238 @@ def play(
         open_browser=not no_browser,
         prompt=prompt,
         seed=seed,
+        start_image=start_image,
     )
+
+
+@app.command()
+def generate(
+    prompt: Annotated[
+        str | None,
+        typer.Argument(help="What the video shows; with --resume, what it shows from there on."),
+    ] = None,
+    model: Annotated[
+        str,
+        typer.Option(help="A packaged name, or a folder of Wan weights (base of --checkpoint)."),
+    ] = "pocket-video",
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="A causal transformer, .pt or .safetensors, for the base.")
+    ] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(help="How it is run: self-forcing, causvid, longlive, matrix-game-2, ..."),
+    ] = None,
+    lora: Annotated[Path | None, typer.Option(help="A PEFT LoRA to merge into it.")] = None,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The mp4; its track lies beside it.")
+    ] = Path("out.mp4"),
+    frames: Annotated[
+        int | None, typer.Option(help="So many (new) frames. [default: about 5 seconds]")
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option(help="So many (new) seconds, up to the next whole chunk.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Same seed, same prompts: same frames. [default: 0]")
+    ] = None,
+    image: Annotated[Path | None, typer.Option(help="A picture to begin with.")] = None,
+    video: Annotated[
+        Path | None,
+        typer.Option(
+            help="A clip to go on from; the mp4 begins with what the model sees of its end."
+        ),
+    ] = None,
+    switch: Annotated[
+        list[str] | None,
+        typer.Option(help="A new prompt at a frame, as in '40:heavy snow'; repeatable."),
+    ] = None,
+    recache: Annotated[
+        str | None,
+        typer.Option(
+            help="What a switch recomputes: last_chunk, window_causal, window_bidirectional, off. "
+            "[default: the model's]"
+        ),
+    ] = None,
+    save: Annotated[
+        Path | None,
+        typer.Option(help="Write the session to this file at the end and on Ctrl-C."),
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(help="Go on from this session file; an mp4 at --output grows."),
+    ] = None,
+    scale: Annotated[
+        int | None, typer.Option(min=1, help="Enlarge. [default: small pictures to some 512 px]")
+    ] = None,
+    height: Annotated[int | None, typer.Option(min=1, help="Pixels. [default: preset's]")] = None,
+    width: Annotated[int | None, typer.Option(min=1, help="Pixels. [default: preset's]")] = None,
+    steps: Annotated[
+        str | None, typer.Option(help="Timesteps, as in 1000,750,500,250. [default: preset's]")
+    ] = None,
+    shift: Annotated[float | None, typer.Option(help="Shift of the timesteps.")] = None,
+    sink: Annotated[int | None, typer.Option(min=0, help="Latent frames kept for ever.")] = None,
+    window: Annotated[int | None, typer.Option(min=1, help="Latent frames seen at all.")] = None,
+    chunk_frames: Annotated[
+        int | None, typer.Option(min=1, help="Latent frames made together; 1 = frame by frame.")
+    ] = None,
+    positions: Annotated[str | None, typer.Option(help="absolute or sliding_sink.")] = None,
+    kv: Annotated[
+        str, typer.Option(help="How the past is stored: raw, fp8, fp8_e5m2, int8, nvfp4.")
+    ] = "raw",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    offload: Annotated[
+        str | None, typer.Option(help="Weights in main memory: text, or all. [default: none]")
+    ] = None,
+    quantize: Annotated[str | None, typer.Option(help="Weights in fp8. [default: none]")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads. [default: torch's own choice]")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+) -> None:
+    """Make a video of a text, a picture or a clip. Ctrl-C ends it at the next chunk and keeps what
+    there is; exit code 130 says so.
+    """
+    if threads is not None:
+        _use_threads(threads)
+    loading = {
+        "checkpoint": checkpoint,
+        "preset": preset,
+        "lora": lora,
+        "height": height,
+        "width": width,
+        "steps": None if steps is None else _numbers("--steps", steps),
+        "shift": shift,
+        "sink": sink,
+        "window": window,
+        "chunk_frames": chunk_frames,
+        "positions": positions,
+        "kv": None if kv == "raw" else kv,
+        "dtype": None if dtype == "auto" else dtype,
+        "device": None if device == "auto" else device,
+        "offload": offload,
+        "quantize": quantize,
+    }
+    from streamgen.apps import generate as films
+
+    film = films.generate(
+        prompt,
+        model=model,
+        output=output,
+        frames=frames,
+        seconds=seconds,
+        seed=seed,
+        image=image,
+        video=video,
+        switches=switch or [],
+        recache=recache,
+        save=save,
+        resume=resume,
+        scale=scale,
+        quiet=quiet,
+        loading={name: value for name, value in loading.items() if value is not None},
+    )
+    rate = film.made / film.seconds if film.seconds else 0.0
+    stopped = f"stopped after {film.made} new frames; " if film.stopped else ""
+    print(f"{stopped}{film.path}: {film.frames} frames, made at {rate:.1f} frames/s; "
+          f"track in {film.track}")  # fmt: skip
+    if film.go_on:
+        print(f"go on with: {film.go_on}")
+    if film.stopped:
+        raise typer.Exit(130)
+
+
+@app.command()
+def image(
+    classes: Annotated[
+        list[str] | None,
+        typer.Option("--class", help="What to draw, by name or number; repeatable. See --list."),
+    ] = None,
+    list_them: Annotated[bool, typer.Option("--list", help="Show the classes.")] = False,
+    seed: Annotated[int, typer.Option(help="Of the first picture; each more has the next.")] = 0,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The picture: .png, .jpg or .webp.")
+    ] = Path("image.png"),
+    grid: Annotated[
+        str | None,
+        typer.Option(help="ROWSxCOLUMNS pictures, as in 4x4; without --class, of every class."),
+    ] = None,
+    gif: Annotated[
+        Path | None, typer.Option(help="A gif of the picture that sharpens scale by scale.")
+    ] = None,
+    cfg: Annotated[float | None, typer.Option(help="Guidance. [default: the model's]")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Tokens to draw from; 0 = all.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Their share of the odds; 0 = all.")] = None,
+    smooth: Annotated[
+        bool, typer.Option("--smooth", help="Mix likely tokens: softer, less varied.")
+    ] = False,
+    vary: Annotated[
+        int | None, typer.Option(help="So many others with the same coarse scales beside it.")
+    ] = None,
+    from_scale: Annotated[
+        int | None, typer.Option(help="The scale from which --vary draws anew. [default: middle]")
+    ] = None,
+    edit: Annotated[
+        Path | None, typer.Option(help="A picture to draw a part of anew, as --class if given.")
+    ] = None,
+    mask: Annotated[
+        Path | None, typer.Option(help="White where --edit is drawn anew; of the same size.")
+    ] = None,
+    scale: Annotated[
+        int | None, typer.Option(min=1, help="Enlarge. [default: small pictures to some 512 px]")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A packaged name or a folder. [default: pocket-image]")
+    ] = None,
+    var: Annotated[
+        Path | None, typer.Option(help="Published weights in place of --model: var_d16.pth, ...")
+    ] = None,
+    vae: Annotated[
+        Path | None, typer.Option(help="vae_ch160v4096z32.pth. [default: the one beside --var]")
+    ] = None,
+    names: Annotated[
+        Path | None, typer.Option("--classes", help="A file with the class names, one a line.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads. [default: torch's own choice]")
+    ] = None,
+) -> None:
+    """Draw pictures of a class, scale by scale."""
+    if var is not None and model is not None:
+        raise InvalidRequest("--model and --var are two models: leave one of them out")
+    if var is None and vae is not None:
+        raise InvalidRequest("--vae is for --var: a model folder holds its own")
+    if threads is not None:
+        _use_threads(threads)
+    from streamgen.apps import image as pictures
+
+    chosen = str(var) if var is not None else model or pictures.DEFAULT_MODEL
+    loading = {"vae": vae, "classes": names, "dtype": dtype, "device": device}
+    if list_them:
+        print("\n".join(pictures.list_classes(chosen, **loading)))
+        return
+    sampling = {"cfg": cfg, "top_k": top_k, "top_p": top_p, "more_smooth": smooth or None}
+    done = pictures.paint(
+        classes or [],
+        model=chosen,
+        output=output,
+        seed=seed,
+        grid=grid,
+        gif=gif,
+        vary=vary,
+        from_scale=from_scale,
+        edit=edit,
+        mask=mask,
+        scale=scale,
+        sampling={name: value for name, value in sampling.items() if value is not None},
+        loading=loading,
+    )
+    shown = "; ".join(dict.fromkeys(done.pictures))
+    count = "1 picture" if len(done.pictures) == 1 else f"{len(done.pictures)} pictures"
+    also = f", and {done.gif}" if done.gif else ""
+    print(f"{done.path}{also}: {count} in {done.seconds:.1f} s ({shown})")
 
 
 @app.command("eval")
@@ -183,9 +426,16 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Only see that everything runs.")] = False,
 ) -> None:
-    """Measure a world of mazes against the renderer it learnt from: table, JSON and a picture."""
-    from streamgen.apps.pocket import evaluate as evaluation
+    """Measure a pocket model against what it learnt from: table, JSON and a picture."""
+    from importlib import import_module
 
+    from streamgen.weights import registry
+
+    kind = registry.read_manifest(registry.resolve(model)).kind
+    if kind not in EVALUATIONS:
+        known = ", ".join(EVALUATIONS)
+        raise InvalidRequest(f"model {model!r} is of kind {kind!r}; measured are: {known}")
+    evaluation = import_module(f"streamgen.apps.pocket.{EVALUATIONS[kind]}")
     evaluation.run_eval(model, output, as_json, quick)
 
 
@@ -208,6 +458,63 @@ def world(
     from streamgen.apps.bench import world as benchmark
 
     benchmark.run(model, repeats, chunks, output, threads, quick=quick)
+
+
+@bench.command("video")
+def bench_video(
+    layers: Annotated[int, typer.Option(min=1, help="Layers of Wan2.1 1.3B's shape.")] = 2,
+    height: Annotated[int, typer.Option(min=16, help="Pixels; 480 is the real thing.")] = 240,
+    width: Annotated[int, typer.Option(min=16, help="Pixels; 832 is the real thing.")] = 416,
+    repeats: Annotated[int, typer.Option(min=1, help="Chunks measured.")] = 3,
+    window: Annotated[int, typer.Option(min=1, help="Latent frames seen at all.")] = 12,
+    sink: Annotated[int, typer.Option(min=0, help="Latent frames kept for ever.")] = 3,
+    memory: Annotated[
+        bool, typer.Option("--memory/--no-memory", help="Watch it over 10,000 frames.")
+    ] = True,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads. [default: torch's own choice]")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the report as JSON too.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Only see that everything runs.")] = False,
+) -> None:
+    """Time a causal video pass against its floor, peers' caches and diffusers; memory over 10,000
+    frames.
+    """
+    from streamgen.apps.bench import video as benchmark
+
+    benchmark.run(
+        layers,
+        height,
+        width,
+        repeats,
+        output,
+        quick,
+        window=window,
+        sink=sink,
+        threads=threads,
+        memory=memory,
+    )
+
+
+@bench.command("image")
+def bench_image(
+    depth: Annotated[int, typer.Option(min=1, help="Blocks of VAR d16's shape.")] = 16,
+    batch: Annotated[int, typer.Option(min=1, help="Pictures at once.")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, help="Interleaved repeats of each figure.")] = 3,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads. [default: torch's own choice]")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the report as JSON too.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Only see that everything runs.")] = False,
+) -> None:
+    """Time and weigh next-scale pictures (VAR d16's shapes) against the concatenating way."""
+    from streamgen.apps.bench import image as benchmark
+
+    benchmark.run(depth, batch, repeats, output, quick, threads=threads)
 
 
 @bench.command()
@@ -262,7 +569,7 @@ def needle(
 def plan(
     model: Annotated[
         str,
-        typer.Option(help="A name of the table, a packaged world, or a config.json or its folder."),
+        typer.Option(help="A name of the table, a packaged model, or a config.json or its folder."),
     ],
     gpu: Annotated[
         str, typer.Option(help="A name such as h200, cpu, or a size such as 96GB.")
@@ -359,6 +666,16 @@ def _was_given(context: typer.Context, name: str) -> bool:
 
 def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
+
+
+def _numbers(option: str, text: str) -> tuple[float, ...]:
+    """Numbers with commas between them."""
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise InvalidRequest(
+            f"{option} {text!r}: write numbers with commas, as in 1000,750,500,250"
+        ) from None
 
 
 def _use_threads(threads: int) -> None:

@@ -23,6 +23,9 @@ from streamgen.weights import registry
 MARKS = {"ok": "ok", "absent": "-", "broken": "BROKEN"}
 """How each state is shown. Only "broken" makes the command fail."""
 
+COMMANDS = {"world": "streamgen play", "video": "streamgen generate", "image": "streamgen image"}
+"""Kind of a model -> the command that uses it."""
+
 # Required libraries and what stands still without them. The first group is imported, not only
 # looked up: these are the ones whose system libraries or builds go wrong.
 _IMPORTED = {
@@ -50,6 +53,8 @@ _EXTRAS = {
     "triton": "triton",
     "prometheus-client": "metrics",
     "transformers": "hub",
+    "ftfy": "hub",
+    "torchao": "fp8",
 }
 _ENCODERS = ("libx264", "h264_nvenc")
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
@@ -169,7 +174,7 @@ def _no_cuda(torch_version: str) -> Check:
             f"torch {torch_version} sees no device",
             "an NVIDIA driver is installed: if this torch is a CPU build, install a CUDA build",
         )
-    return Check("machine", "cuda", "absent", "no device; the pocket world needs none")
+    return Check("machine", "cuda", "absent", "no device; the pocket models need none")
 
 
 def _libraries() -> Iterator[Check]:
@@ -212,7 +217,7 @@ def _video() -> Iterator[Check]:
 def _models() -> Iterator[Check]:
     names = registry.packaged_names()
     if not names:
-        cure = "install streamgen again: its wheel holds the pocket world"
+        cure = "install streamgen again: its wheel holds the pocket models"
         yield Check("model", "packaged models", "broken", "none", cure)
     for name in names:
         try:
@@ -221,9 +226,9 @@ def _models() -> Iterator[Check]:
             yield Check("model", name, "broken", "damaged", _line(error))
         else:
             size = f"{model.num_bytes / 1e6:.1f} MB"
-            yield Check(
-                "model", name, "ok", f"{model.kind}, {size}, {len(model.files)} checksums OK"
-            )
+            use = COMMANDS.get(model.kind, "nothing here")
+            detail = f"{model.kind}, {size}, {len(model.files)} checksums OK; for {use}"
+            yield Check("model", name, "ok", detail)
 
 
 def _extras() -> Iterator[Check]:

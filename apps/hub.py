@@ -7,6 +7,7 @@ import secrets
 import tempfile
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,6 +32,8 @@ class Settings:
         max_sessions: visits at once.
         allow_origins: pages from elsewhere that may connect, as `https://host`; "*" is all.
         prompt, seed: what the page starts with; without them a suggestion and any seed.
+        first_frame: gives uint8 `[H, W, 3]` for a prompt and a seed, with which walks begin that
+            bring no picture of their own.
         limits: of one visit.
     """
 
@@ -40,6 +43,7 @@ class Settings:
     allow_origins: tuple[str, ...] = ()
     prompt: str | None = None
     seed: int | None = None
+    first_frame: Callable[[str, int], np.ndarray] | None = None
     limits: wire.Limits = wire.Limits()
 
 

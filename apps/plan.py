@@ -15,7 +15,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from streamgen.cache.planner import Fleet, Load, ModelShape, Plan, expect_format, plan
+from streamgen.cache.planner import Fleet, LayerGroup, Load, ModelShape, Plan, expect_format, plan
+from streamgen.cache.scales import block_tokens
 from streamgen.cache.shapes import GPUS, MODELS, from_hf, from_world
 from streamgen.errors import InvalidRequest, UnknownModel, WeightsError
 from streamgen.weights import registry
@@ -54,7 +55,7 @@ def run_plan(
     """Plan, print the table or the JSON, and return the plan.
 
     Args:
-        model: a name of the table, a packaged world, or a `config.json` (or the folder of one).
+        model: a name of the table, a packaged model, or a `config.json` (or the folder of one).
         gpu: a name of the table, "cpu", or the memory of one such as "96GB" or "96GiB".
         sessions: sessions to hold at once.
         context: tokens of a session, or a mix such as "50:16Ki,30:64Ki,20:160Ki" (shares and
@@ -120,7 +121,7 @@ def read_shape(model: str, raw_bytes: int = 2) -> ModelShape:
     """The shape of a model by name, or from a `config.json`.
 
     Args:
-        model: a name of the table, a packaged world, a `config.json`, or its folder.
+        model: a name of the table, a packaged model, a `config.json`, or its folder.
         raw_bytes: of a value in the dtype that a world runs in.
 
     Raises:
@@ -147,12 +148,38 @@ def read_shape(model: str, raw_bytes: int = 2) -> ModelShape:
     except (OSError, ValueError) as error:
         raise WeightsError(f"{path}: can't be read as a config ({error})") from error
     files = sorted(path.parent.rglob("*.safetensors"))
-    if config.get("kind") == "world":
+    kind = config.get("kind")
+    if kind == "image":
+        return _image_shape(path.parent, raw_bytes)
+    if kind in ("world", "video"):
         parts = [file for file in files if file.parent.name in (path.parent.name, "vae")]
         parameters = sum(_parameters(file) for file in parts) if parts else None
+        # A video is a world without keys.
+        config = {**config, "world": config.get(kind)}
         return from_world(path.parent.name, config, parameters, raw_bytes)
     stored = sum(file.stat().st_size for file in files)
     return from_hf(str(config.get("_name_or_path") or path.parent.name), config, stored or None)
+
+
+def _image_shape(folder: Path, raw_bytes: int) -> ModelShape:
+    """A picture in the making is a session, all scales but the last its tokens; guidance draws two,
+    so the K/V heads count twice."""
+    from streamgen.pipelines.next_scale import NextScalePipeline
+
+    pipe = NextScalePipeline.from_pretrained(folder, device="cpu")
+    shape = pipe.var.config
+    tokens = block_tokens(shape.patch_nums, store_last=False)
+    parameters = sum(p.numel() for part in (pipe.var, pipe.vae) for p in part.parameters())
+    group = LayerGroup(shape.depth, 2 * shape.heads, shape.head_dim, window=tokens)
+    return ModelShape(
+        folder.name,
+        (group,),
+        parameters * raw_bytes,
+        kv="bf16" if raw_bytes == 2 else "fp32",
+        raw_bytes=raw_bytes,
+        block_tokens=tokens,
+        max_tokens=tokens,
+    )
 
 
 def parse_bytes(text: str) -> int:

@@ -31,6 +31,7 @@ def play(
     open_browser: bool = True,
     prompt: str | None = None,
     seed: int | None = None,
+    start_image: str | None = None,
     max_sessions: int | None = None,
     token: str | None = None,
     say: Callable[[str], None] = print,
@@ -43,6 +44,8 @@ def play(
         plain: the page without Gradio, which starts some seconds sooner.
         open_browser: open the page, where this machine has a display.
         prompt, seed: what the page starts with; without them a suggestion and any seed.
+        start_image: a picture's path that walks begin with, or "generated" for one that is painted
+            for the prompt at each start; None = a dreamt one.
         max_sessions: visitors at once; the world's own number by default.
         token: what clients must say; STREAMGEN_TOKEN or a new one by default.
         say: prints a line.
@@ -50,12 +53,18 @@ def play(
     Raises:
         PortInUse: the port is taken (found before anything is loaded).
         UnknownModel, WeightsError: from loading.
-        InvalidRequest: the world can't take the prompt.
+        InvalidRequest: the world can't take the prompt, or the picture can't be read.
     """
     listener = listen(host, port)
     try:
         say("loading the world ...")
         world = as_world(world)
+        first_frame = None
+        if start_image is not None:
+            from streamgen.apps.painter import first_frames
+
+            size = {"width": world.config.width, "height": world.config.height}
+            first_frame = first_frames(start_image, **size)
         say("waking the world ...")
         wake(world, prompt)
         token = token or os.environ.get("STREAMGEN_TOKEN") or secrets.token_urlsafe(24)
@@ -67,6 +76,7 @@ def play(
             allow_origins=tuple(part.strip() for part in origins.split(",") if part.strip()),
             prompt=prompt,
             seed=seed,
+            first_frame=first_frame,
         )
         app = build_app(world, settings, plain=plain, say=say)
         address = page_address(host, listener.getsockname()[1])

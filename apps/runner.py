@@ -88,6 +88,7 @@ class Runner(threading.Thread):
         emit: takes what happens, in this thread.
         codec: how frames are encoded.
         limits: of the connection.
+        first_frame: see `Settings`.
     """
 
     def __init__(
@@ -97,12 +98,14 @@ class Runner(threading.Thread):
         emit: Callable[[Emitted], None],
         codec: wire.Codec,
         limits: wire.Limits,
+        first_frame: Callable[[str, int], np.ndarray] | None = None,
     ) -> None:
         super().__init__(name="walk", daemon=True)
         self.meter = Meter()
         self.paused = False
         self._world, self._engine, self._emit = world, engine, emit
         self._codec, self._limits = codec, limits
+        self._first_frame, self._starts = first_frame, 0
         self._commands: queue.SimpleQueue[tuple[str, Callable[[], None]]] = queue.SimpleQueue()
         self._wake = threading.Event()
         self._ending = False
@@ -266,6 +269,10 @@ class Runner(threading.Thread):
         options: dict[str, Any] = {"prompt": walk.prompt, "seed": seed}
         options |= {"image": walk.image, "history_seconds": HISTORY_SECONDS}
         with self._engine:
+            if walk.image is None and self._first_frame is not None:
+                text = walk.prompt or next(iter(self._world.config.suggestions), "")
+                options["image"] = self._first_frame(text, seed + self._starts)
+                self._starts += 1  # the same seed again shows another picture
             try:
                 session = self._world.session(**options)
             except PoolFull:  # the old walk may be what fills it

@@ -168,7 +168,12 @@ class Visit:
         elif isinstance(message, wire.Start):
             walk = Walk(message.prompt, message.seed, self.hub.image(message.image))
             self._runner = Runner(
-                self.hub.world, self.hub.engine, self._emit, self._codec, self._limits
+                self.hub.world,
+                self.hub.engine,
+                self._emit,
+                self._codec,
+                self._limits,
+                self.hub.settings.first_frame,
             )
             self._warn_words(message.prompt)
             self._runner.submit("start", walk)

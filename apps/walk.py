@@ -11,9 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from streamgen import __version__
-from streamgen.apps.images import read_image
-from streamgen.apps.record import Mp4Writer, Track, check_output
+from streamgen.apps.record import Mp4Writer, Track, check_output, describe
 from streamgen.apps.worlds import as_world
 from streamgen.errors import InvalidRequest
 
@@ -84,11 +82,15 @@ def parse_actions(text: str, keys: Sequence[str]) -> Script:
     return Script(tuple(runs))
 
 
-def parse_switches(texts: Sequence[str], frames: int) -> dict[int, str]:
+def parse_switches(texts: Sequence[str], end: int, start: int = 0) -> dict[int, str]:
     """Read prompt switches such as "32:heavy snow": at frame 32, the words after the colon.
 
+    Args:
+        texts: of the switches.
+        end, start: of the frames that are made.
+
     Raises:
-        InvalidRequest: another form, a frame outside the walk, or one frame twice.
+        InvalidRequest: another form, a frame that is not made, or one frame twice.
     """
     found: dict[int, str] = {}
     for text in texts:
@@ -96,10 +98,9 @@ def parse_switches(texts: Sequence[str], frames: int) -> dict[int, str]:
         if not colon or not at.strip().isdecimal() or not prompt.strip():
             raise InvalidRequest(f"switch {text!r}: write FRAME:PROMPT, as in 32:heavy snow")
         frame = int(at)
-        if frame >= frames:
-            raise InvalidRequest(
-                f"switch {text!r}: the walk has frames 0 to {frames - 1}; raise --frames"
-            )
+        if not start <= frame < end:
+            more = "; raise --frames" if frame >= end else ""
+            raise InvalidRequest(f"switch {text!r}: frames {start} to {end - 1} are made{more}")
         if frame in found:
             raise InvalidRequest(f"switch {text!r}: frame {frame} has a prompt already")
         found[frame] = prompt.strip()
@@ -132,7 +133,7 @@ def walk(
         switches: see `parse_switches`.
         prompt: to start with; the world's first suggestion by default.
         seed: same seed, script and prompts: same frames.
-        image: path to a first frame.
+        image: path to a first frame, or "generated" for one painted for the prompt.
         scale: enlarge so many times (the pocket world is small).
         progress: draw a bar on the error stream.
 
@@ -150,10 +151,12 @@ def walk(
     if script.frames > length:
         print(f"the script has {script.frames} frames, {length} are made", file=sys.stderr)
     prompts = parse_switches(switches, length)
+    text = prompt if prompt is not None else next(iter(config.suggestions), "")
     first = None
     if image is not None:
-        first = read_image(image, width=config.width, height=config.height)
-    text = prompt if prompt is not None else next(iter(config.suggestions), "")
+        from streamgen.apps.painter import first_frames
+
+        first = first_frames(image, width=config.width, height=config.height)(text, seed)
     with (
         world.session(prompt=text, seed=seed, image=first) as session,
         Mp4Writer(
@@ -161,7 +164,7 @@ def walk(
         ) as video,
     ):
         part = path.with_name(path.stem + ".jsonl.part")
-        track = Track(part, _header(world, text, seed, length, scale))
+        track = Track(part, describe(world, prompt=text, seed=seed, frames=length, scale=scale))
         try:
             seconds = _make(
                 session, config.chunk_frames, script, prompts, length, video, track, progress
@@ -174,23 +177,6 @@ def walk(
     lines = path.with_suffix(".jsonl")
     part.replace(lines)
     return Walked(path, lines, length, seconds)
-
-
-def _header(world: Any, prompt: str, seed: int, frames: int, scale: int) -> dict[str, Any]:
-    config = world.config
-    name = getattr(world, "name", None) or getattr(config, "name", "world")
-    return {
-        "model": str(name),
-        "prompt": prompt,
-        "seed": seed,
-        "fps": config.fps,
-        "frames": frames,
-        "width": config.width,
-        "height": config.height,
-        "chunk_frames": config.chunk_frames,
-        "scale": scale,
-        "version": __version__,
-    }
 
 
 def _make(

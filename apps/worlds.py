@@ -10,6 +10,7 @@ def as_world(world: Any) -> Any:
 
     Raises:
         UnknownModel, WeightsError: from loading.
+        InvalidRequest: it is a model for another command.
     """
     if not isinstance(world, str):
         return world

@@ -15,6 +15,7 @@ FOLDERS = {"streamgen": "streamgen", **SETUPTOOLS["package-dir"]}
 
 # Import name -> distribution name, where they differ.
 DISTRIBUTIONS = {
+    "PIL": "pillow",
     "cv2": "opencv-python-headless",
     "huggingface_hub": "huggingface-hub",
     "prometheus_client": "prometheus-client",

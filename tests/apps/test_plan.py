@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from pictures import tiny_pictures
 from torch import Tensor
+from videos import tiny_video
 from worlds import tiny_world
 
 from streamgen.apps.plan import parse_bytes, parse_gpu, parse_tokens, read_shape, run_plan
@@ -20,6 +22,7 @@ from streamgen.engine import Engine
 from streamgen.errors import InvalidRequest, StreamgenError, UnknownModel, WeightsError
 from streamgen.pipelines.world import WorldPipeline
 from streamgen.session import Session
+from streamgen.weights import registry
 
 # Units
 
@@ -335,3 +338,33 @@ def test_pocket_world_is_forecast(dtype: str, kv: str) -> None:
     )
     shape = read_shape("pocket-world", getattr(torch, dtype).itemsize)
     check(world, shape, shape.kv if kv == "raw" else kv, sessions=1, past_frames=8)
+
+
+# Packaged videos and pictures
+
+
+def test_a_video_is_a_world_without_keys(tmp_path: Path) -> None:
+    """Its window, its grid and its weights are those of the engine."""
+    pipe = tiny_video(temporal=False, sink=1, window=6)
+    pipe.save_pretrained(tmp_path / "video")
+    shape, engine = read_shape(str(tmp_path / "video")), pipe.engine
+    tokens = engine.grid[0] * engine.grid[1]
+    assert (shape.name, shape.frame_tokens, shape.window) == ("video", tokens, 6 * tokens)
+    parts = (engine.dit, engine.text, engine.codec)
+    stored = sum(p.numel() for part in parts for p in part.parameters())
+    assert shape.weight_bytes == 2 * stored
+    assert shape.token_bytes() * tokens * 2 == engine.pool.payload_bytes  # float32 there
+
+
+def test_a_picture_is_a_session_of_all_scales_but_the_last(tmp_path: Path) -> None:
+    """Both branches of guidance: what the pipeline's own pool takes for one picture."""
+    pipe = tiny_pictures()
+    pipe.save_pretrained(tmp_path / "image")
+    registry.write_manifest(
+        tmp_path / "image", name="image", kind="image", version="1", licence="Apache-2.0"
+    )
+    shape = read_shape(str(tmp_path / "image"))
+    assert shape.window == shape.block_tokens == 1 + 4 + 9
+    assert shape.token_bytes("fp32") * shape.window == 2 * pipe._pool(2).payload_bytes
+    stored = sum(p.numel() for part in (pipe.var, pipe.vae) for p in part.parameters())
+    assert shape.weight_bytes == 2 * stored

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
@@ -76,6 +77,123 @@ def test_whole_or_absent(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def packets(path: Path) -> list[bytes]:
+    with av.open(str(path)) as file:
+        return [bytes(packet) for packet in file.demux(video=0) if packet.size]
+
+
+def noise(count: int, seed: int = 0) -> np.ndarray:
+    """Frames that B-frames and reordering have something to do with."""
+    return np.random.default_rng(seed).integers(0, 255, (count, 24, 32, 3), np.uint8)
+
+
+@pytest.mark.parametrize("first", [1, 2, 3, 5, 9])
+@pytest.mark.parametrize("second", [1, 4])
+def test_append(tmp_path: Path, first: int, second: int) -> None:
+    """Old packets byte for byte, then the new frames; every frame decodes, one tick apart, as in a
+    file written at once. Very short parts count: x264 orders them otherwise."""
+    path, frames = tmp_path / "walk.mp4", noise(first + second + 3)
+    done = 0
+    for count in (first, second, 3):
+        before = packets(path) if done else []
+        with Mp4Writer(path, width=32, height=24, fps=20, append=done > 0) as video:
+            assert video.frames == video.copied == done
+            video.write(frames[done : done + count])
+        done += count
+        assert packets(path)[: len(before)] == before
+        assert len(packets(path)) == done
+    with av.open(str(path)) as file:
+        stream = file.streams.video[0]
+        decoded = list(file.decode(stream))
+        assert [frame.time for frame in decoded] == pytest.approx([n / 20 for n in range(done)])
+        assert float(stream.duration * stream.time_base) == pytest.approx(done / 20)
+        assert float(stream.average_rate or 0) == 20
+    with Mp4Writer(tmp_path / "once.mp4", width=32, height=24, fps=20) as video:
+        video.write(frames)
+    for one, other in zip(decoded, read_video(tmp_path / "once.mp4")[1], strict=True):
+        assert np.abs(one.to_ndarray(format="rgb24").astype(int) - other).mean() < 8
+    data = path.read_bytes()
+    assert data.index(b"moov") < data.index(b"mdat")
+
+
+@pytest.mark.parametrize("fps", [16, 23.976, 30000 / 1001, 12.5])
+def test_append_at_any_rate(tmp_path: Path, fps: float) -> None:
+    """Ticks are whole numbers at every rate."""
+    path = tmp_path / "walk.mp4"
+    for append in (False, True):
+        with Mp4Writer(path, width=32, height=24, fps=fps, append=append) as video:
+            video.write(noise(4))
+    with av.open(str(path)) as file:
+        times = [frame.time for frame in file.decode(video=0)]
+    assert times == pytest.approx([n / fps for n in range(8)], abs=1e-4)
+
+
+def test_append_nothing(tmp_path: Path) -> None:
+    """Without a new frame, or after an error, the old file stays as it was."""
+    path = tmp_path / "walk.mp4"
+    with Mp4Writer(path, width=32, height=24, fps=20) as video:
+        video.write(noise(3))
+    before = path.read_bytes()
+    Mp4Writer(path, width=32, height=24, fps=20, append=True).close()
+    assert path.read_bytes() == before
+    with pytest.raises(ZeroDivisionError):
+        with Mp4Writer(path, width=32, height=24, fps=20, append=True) as video:
+            video.write(noise(3))
+            raise ZeroDivisionError
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"fps": 16}, {"scale": 2}, {"width": 48}, {"preset": "veryfast"}],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_append_to_another_kind(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """A decoder is set up once for a file: other settings are refused, and nothing changes."""
+    path = tmp_path / "walk.mp4"
+    with Mp4Writer(path, **{"width": 32, "height": 24, "fps": 20, **settings}) as video:
+        video.write(make_frames(2, 24, settings.get("width", 32)))
+    before = path.read_bytes()
+    with pytest.raises(InvalidRequest, match="can't be gone on with: it is no video of 32 x 24 at"):
+        Mp4Writer(path, width=32, height=24, fps=20, append=True)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("harm", ["text", "cut", "absent"])
+def test_append_to_no_video(tmp_path: Path, harm: str) -> None:
+    """So is what is no video, or the first half of one."""
+    path = tmp_path / "walk.mp4"
+    if harm == "text":
+        path.write_text("hello")
+    elif harm == "cut":
+        with Mp4Writer(path, width=32, height=24, fps=20) as video:
+            video.write(noise(2))
+        path.write_bytes(path.read_bytes()[:600])
+    with pytest.raises(InvalidRequest, match="walk.mp4 can't be gone on with"):
+        Mp4Writer(path, width=32, height=24, fps=20, append=True)
+    assert list(tmp_path.iterdir()) == ([] if harm == "absent" else [path])
+
+
+def test_disk_that_refuses(tmp_path: Path, run_python: Any) -> None:
+    """A real write error is one line, and nothing is left."""
+    script = """
+import resource, signal, sys
+import numpy as np
+from streamgen.apps.record import Mp4Writer
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+frames = np.random.default_rng(0).integers(0, 255, (200, 96, 128, 3), np.uint8)
+with Mp4Writer(sys.argv[1], width=128, height=96, fps=20) as video:
+    video.write(frames)
+"""
+    done = run_python("-c", script, str(tmp_path / "walk.mp4"))
+    assert "RecordingFailed" in done.stderr.splitlines()[-1], done.stderr
+    assert "walk.mp4: can't be written (File too large)" in done.stderr.splitlines()[-1]
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("name", ["walk.avi", "no/such/folder/walk.mp4"])
 def test_bad_output(tmp_path: Path, name: str) -> None:
     """Another ending or a missing folder is refused before anything is made."""
@@ -94,6 +212,15 @@ def test_track_is_json_lines(tmp_path: Path) -> None:
         {"type": "event", "id": 0, "kind": "act", "value": ["a", "w"], "frame": 16},
         {"type": "end", "frames": 20},
     ]
+
+
+def test_track_goes_on(tmp_path: Path) -> None:
+    """Lines of an earlier track take the header's place."""
+    before = [{"type": "header", "seed": 1}, {"type": "resume", "frame": 8}]
+    track = Track(tmp_path / "t.jsonl", {"seed": 2}, before)
+    track.close(frames=16)
+    lines = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines()]
+    assert lines == [*before, {"type": "end", "frames": 16}]
 
 
 def test_recorder_writes_beside_the_display(tmp_path: Path) -> None:

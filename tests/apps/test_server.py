@@ -569,6 +569,58 @@ def test_first_frame_of_ones_own(served: Served) -> None:
     assert image[50, 50].tolist() == [220, 0, 0]
 
 
+def test_painted_first_frames() -> None:
+    """A walk without a picture begins with one for its words and seed; each start asks for another,
+    and a picture of one's own stays one's own."""
+    asked: list[tuple[str, int]] = []
+
+    def paint(prompt: str, seed: int) -> np.ndarray:
+        asked.append((prompt, seed))
+        return np.full((96, 128, 3), 10 * len(asked), np.uint8)
+
+    world = FakeWorld(FAST)
+    with serve(world, first_frame=paint) as served:
+        client = served.connect(prompt="heavy snow", seed=7)
+        assert world.live[0].image.max() == 10
+        client.reset()
+        next(client)
+        client.reset(seed=3)
+        next(client)
+        assert asked == [("heavy snow", 7), ("heavy snow", 8), ("heavy snow", 5)]
+        own = cv2.imencode(".png", np.full((96, 128, 3), 200, np.uint8))[1].tobytes()
+        socket = served.open()
+        socket.send(hello())
+        ref = post_image(served, own)["ref"]
+        socket.send(json.dumps({"type": "start", "prompt": "", "image": ref}))
+        hear(socket, "started")
+        assert world.live[-1].image.min() == 200
+        socket.send(json.dumps({"type": "reset", "seed": 1}))
+        hear(socket, "started")
+    assert asked[3:] == [(world.config.suggestions[0], 1)]
+
+
+def test_play_paints_first_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`start_image` comes to the server as a painter at the world's size."""
+    made: list[Any] = []
+
+    def first_frames(source: str, **size: int) -> Any:
+        made.append((source, size))
+        return lambda prompt, seed: np.zeros((96, 128, 3), np.uint8)
+
+    served: list[Settings] = []
+
+    def build(world: Any, settings: Settings, **_: Any) -> Any:
+        served.append(settings)
+        raise InvalidRequest("enough")
+
+    monkeypatch.setattr("streamgen.apps.painter.first_frames", first_frames)
+    monkeypatch.setattr("streamgen.apps.play.build_app", build)
+    with pytest.raises(InvalidRequest, match="enough"):
+        play(FakeWorld(FAST), port=0, start_image="generated", say=lambda _: None)
+    assert made == [("generated", {"width": 128, "height": 96})]
+    assert served[0].first_frame is not None
+
+
 def test_bad_uploads(served: Served) -> None:
     """No image, too much of it, and no token: each is refused with a line."""
     assert post_image(served, b"hello")["message"].startswith("not an image")

@@ -153,6 +153,23 @@ def test_not_an_image(tmp_path: Path) -> None:
         walk(FakeWorld(), output=tmp_path / "w.mp4", image=path, progress=False)
 
 
+def test_painted_first_frame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`generated` is painted for the prompt and the seed; so is it for the suggestion."""
+    asked: list[tuple[str, int]] = []
+
+    def paint(prompt: str, seed: int) -> np.ndarray:
+        asked.append((prompt, seed))
+        return np.full((96, 128, 3), 200, np.uint8)
+
+    monkeypatch.setattr("streamgen.apps.painter.first_frames", lambda source, **size: paint)
+    world = FakeWorld()
+    options: dict[str, Any] = {"image": "generated", "frames": 2, "scale": 1, "progress": False}
+    done = walk(world, output=tmp_path / "w.mp4", prompt="heavy snow", seed=3, **options)
+    assert read_video(done.path)[0][60].mean() > 190
+    walk(world, output=tmp_path / "w.mp4", **options)
+    assert asked == [("heavy snow", 3), (world.config.suggestions[0], 0)]
+
+
 def test_bar_counts_frames(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The progress bar ends at the number of frames, on the error stream."""
     walk(FakeWorld(), output=tmp_path / "w.mp4", frames=5, scale=1)
