@@ -300,8 +300,10 @@ class NextScale:
         n, a, self._staged = rows.stop - rows.start, self.filled, -1
         if self._staging is None or len(self._staging[0]) < n:
             self._staging = None  # the old one goes before the new one comes
-            size = (n, self.lengths[-1], *k_RNHD.shape[2:])
-            self._staging = k_RNHD.new_empty(size), v_RNHD.new_empty(size)
+            # Head by head, which is the order that attention reads it in.
+            size = (n, k_RNHD.shape[2], self.lengths[-1], k_RNHD.shape[3])
+            k, v = (x.new_empty(size).transpose(1, 2) for x in (k_RNHD, v_RNHD))
+            self._staging = k, v
         with torch.no_grad():
             for x, stored, new in zip(
                 self._staging, self._view(layer), (k_RNHD, v_RNHD), strict=True

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from streamgen.errors import InvalidRequest
+from streamgen.models.linear import GeluLinear
 
 
 class History(Protocol):
@@ -170,9 +171,10 @@ class _Block(nn.Module):
         self.self_attn = _Attention(config)
         self.cross_attn = _Attention(config)
         self.norm3 = nn.LayerNorm(config.dim, eps=config.eps)
+        # Named as Wan's Linear, GELU, Linear: the first does the work of the second.
         self.ffn = nn.Sequential(
-            nn.Linear(config.dim, config.ffn_dim),
-            nn.GELU(approximate="tanh"),
+            GeluLinear(config.dim, config.ffn_dim),
+            nn.Identity(),
             nn.Linear(config.ffn_dim, config.dim),
         )
         self.modulation = nn.Parameter(torch.randn(1, 6, config.dim) / config.dim**0.5)
@@ -293,6 +295,7 @@ class WanModel(nn.Module):
         if (actions_BFA is None) != (config.action_dim == 0):
             raise InvalidRequest(f"this model takes actions of width {config.action_dim}")
         x_BFSE = self.patch_embedding(x_BCFYX.to(self.dtype)).flatten(3).permute(0, 2, 3, 1)
+        x_BFSE = x_BFSE.contiguous()  # else every layer's sums take over the convolution's strides
         if config.spatial_tokens:
             x_BFSE = x_BFSE + self.spatial_embedding
         e_BFE = self.time_embedding(sinusoid(t_BF, config.freq_dim).to(self.dtype))

@@ -44,10 +44,11 @@ def few_step(
         draw: fresh Gaussian noise in the shape of its argument; called once between two steps.
         kind: what `predict` returns, see `to_x0`.
     """
-    x, timesteps = noise, schedule.timesteps
-    for t, following in zip(timesteps, (*timesteps[1:], None), strict=True):
-        x0 = to_x0(x, predict(x, t), schedule.sigma(t), kind)
+    x, levels = noise, schedule.levels
+    steps = zip(schedule.timesteps, levels, (*levels[1:], None), strict=True)
+    for t, level, following in steps:
+        x0 = to_x0(x, predict(x, t), level, kind)
         if following is None:
             break
-        x = add_noise(x0, schedule.noise * draw(x0), schedule.sigma(following))
+        x = add_noise(x0, schedule.noise * draw(x0), following)
     return x0

@@ -64,6 +64,11 @@ class FewStep:
             return tuple(float(t) for t in self.steps)
         return tuple(TRAIN_STEPS * shifted(t / TRAIN_STEPS, self.shift) for t in self.steps)
 
+    @cached_property
+    def levels(self) -> tuple[float, ...]:
+        """The noise level of each of `timesteps`."""
+        return tuple(self.sigma(t) for t in self.timesteps)
+
     def sigma(self, t: float) -> float:
         """The noise level of the table's timestep nearest to `t`."""
         return min(self.table, key=lambda level: abs(TRAIN_STEPS * level - t))

@@ -73,15 +73,21 @@ def keep_likely(logits_BNV: Tensor, top_k: int, top_p: float) -> Tensor:
     Entries as likely as the k-th stay. Top-p drops the unlikeliest whose probabilities add up to at
     most 1 - p; the likeliest always stays.
     """
-    if 0 < top_k < logits_BNV.shape[-1]:
+    some = 0 < top_k < logits_BNV.shape[-1]
+    if top_p <= 0:
+        if not some:
+            return logits_BNV
         least = logits_BNV.topk(top_k, dim=-1).values.amin(-1, keepdim=True)
-        logits_BNV = logits_BNV.masked_fill(logits_BNV < least, -torch.inf)
-    if top_p > 0:
-        ascending, order = logits_BNV.sort(dim=-1)
-        drop = ascending.softmax(-1).cumsum(-1) <= 1 - top_p
-        drop[..., -1] = False
-        logits_BNV = logits_BNV.masked_fill(drop.scatter(-1, order, drop), -torch.inf)
-    return logits_BNV
+        return logits_BNV.masked_fill(logits_BNV < least, -torch.inf)
+    ascending, order = logits_BNV.sort(dim=-1)  # which tells the k-th, too
+    if some:
+        unlikely = ascending < ascending[..., -top_k, None]
+        ascending = ascending.masked_fill(unlikely, -torch.inf)
+    drop = ascending.softmax(-1).cumsum(-1) <= 1 - top_p
+    drop[..., -1] = False
+    if some:
+        drop |= unlikely
+    return logits_BNV.masked_fill(drop.scatter(-1, order, drop), -torch.inf)
 
 
 def draw(logits_BNV: Tensor, generators: Generators) -> Tensor:

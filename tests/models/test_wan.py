@@ -238,3 +238,22 @@ def test_two_histories_do_not_meet() -> None:
     apart = [store(model, alone[i], latents(2, seed=i), t) for i in range(2) for _ in range(2)]
     for in_turns, by_itself in zip((0, 2, 1, 3), range(4), strict=True):
         assert torch.equal(turns[in_turns], apart[by_itself])
+
+
+def test_tokens_lie_in_order() -> None:
+    """Layers take over the strides of what they are given, and packed tokens are faster."""
+    model = make(TINY)
+    assert model.embed(latents(2), torch.zeros(1, 2))[0].is_contiguous()
+
+
+@torch.no_grad()
+def test_feed_forward_is_wans() -> None:
+    """Linear, GELU, Linear under Wan's names, though the first layer does the GELU."""
+    ffn, x = make(TINY).blocks[0].ffn, torch.randn(1, 3, TINY.dim)
+    assert [name for name, _ in ffn.named_parameters()] == [
+        "0.weight", "0.bias", "2.weight", "2.bias",
+    ]  # fmt: skip
+    y = torch.nn.functional.linear(x, ffn[0].weight, ffn[0].bias)
+    y = y / 2 * (1 + torch.tanh((2 / math.pi) ** 0.5 * (y + 0.044715 * y**3)))
+    expected = torch.nn.functional.linear(y, ffn[2].weight, ffn[2].bias)
+    torch.testing.assert_close(ffn(x), expected, atol=1e-5, rtol=0)
