@@ -197,7 +197,7 @@ class Engine:
         codec: pixels in and out.
         config: the world or the kind of video.
         max_sessions: sessions that the pool has room for.
-        history_frames: latent frames of past, over all sessions, that the pool has room for besides.
+        history_frames: latent frames of past, of all sessions, that the pool has room for besides.
         kv: how the pool stores committed frames: "raw", "fp8" (short for "fp8_e4m3"), "fp8_e5m2",
             "int8" or "nvfp4" (`streamgen.cache.codec`).
         device: where the transformer computes; None = where its weights are (they may be

@@ -1,10 +1,10 @@
 """The folder of a packaged streaming model: one form for worlds and videos.
 
-    config.json               kind, stream (`world` or `video`), transformer
-    transformer.safetensors   `WanModel`
-    text.safetensors          `WordEncoder`
-    vae/                      a diffusers autoencoder with latent_stats.json (`FrameCodec`)
-    model.json                every file's checksum (`streamgen.weights.registry`)
+config.json               kind, stream (`world` or `video`), transformer
+transformer.safetensors   `WanModel`
+text.safetensors          `WordEncoder`
+vae/                      a diffusers autoencoder with latent_stats.json (`FrameCodec`)
+model.json                every file's checksum (`streamgen.weights.registry`)
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ def read_config(folder: Path, kind: str) -> dict[str, Any]:
         its_use = f", for {USES[found]}" if found in USES else ""
         article = "an" if kind[0] in "aeiou" else "a"
         raise InvalidRequest(
-            f"{folder.name!r} is not {article} {kind} (its config.json says kind {found!r}{its_use})"
+            f"{folder.name!r} is not {article} {kind} "
+            f"(its config.json says kind {found!r}{its_use})"
         )
     return dict(raw)
 

@@ -224,9 +224,7 @@ class Session:
         self.config.action(held)
         return self._ask("act", held)
 
-    def prompt(
-        self, text: str, recache: Recache | None = None, at: int | None = None
-    ) -> Receipt:
+    def prompt(self, text: str, recache: Recache | None = None, at: int | None = None) -> Receipt:
         """Change the text from the next chunk on.
 
         Args:
@@ -404,9 +402,7 @@ class Session:
             self._commit(watch, pending, latents, actions, state.decoder)
         return _Ahead(state.chunk, state.frame, latents, applied, Timing())
 
-    def _denoise(
-        self, watch: Stopwatch
-    ) -> tuple[CacheChunk, Tensor, Tensor, tuple[Event, ...]]:
+    def _denoise(self, watch: Stopwatch) -> tuple[CacheChunk, Tensor, Tensor, tuple[Event, ...]]:
         """Make the next latents, in a cache chunk that is written and still pending."""
         engine, config = self.engine, self.config
         applied, recache, keys = self._apply()
@@ -478,8 +474,8 @@ class Session:
         Args:
             frames: uint8 `[F, H, W, 3]` at the model's size; F is a whole number of chunks (see
                 `Engine.pixel_frames`).
-            actions: what led to each latent frame, `[F', A]` in the order of `config.keys`; None where
-                the model takes none.
+            actions: what led to each latent frame, `[F', A]` in the order of `config.keys`; None
+                where the model takes none.
 
         Raises:
             InvalidRequest: other shapes, or a part of a chunk; or, where the autoencoder joins
@@ -487,7 +483,7 @@ class Session:
             SessionClosed: after `close`.
         """
         self._expect_open()
-        config, engine = self.config, self.engine
+        engine = self.engine
         chunks = self._whole_chunks(frames)
         led_to = torch.zeros(sum(chunks), engine.dit.config.action_dim)
         if actions is not None:

@@ -18,7 +18,12 @@ FLOORS: tuple[set[str], ...] = (
 )
 RANK = {name: rank for rank, floor in enumerate(FLOORS) for name in floor}
 # Parts that stand alone but for these.
-ALONE = {"kernels": {"kernels"}, "weights": {"weights", "errors"}, "errors": set(), "frames": {"errors"}}
+ALONE = {
+    "kernels": {"kernels"},
+    "weights": {"weights", "errors"},
+    "errors": set(),
+    "frames": {"errors"},
+}
 
 MODULES = sorted(
     path.relative_to(ROOT)

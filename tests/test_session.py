@@ -849,7 +849,11 @@ def test_a_full_history_leaves_room_for_a_switch() -> None:
     world = tiny_world(max_sessions=1, history_frames=20)
     session = world.session(BRICK, seed=1, history_seconds=1.0)
     walk(session, 14)
-    for text, how in ((SNOW, "last_chunk"), ("day", "window_causal"), (BRICK, "window_bidirectional")):
+    for text, how in (
+        (SNOW, "last_chunk"),
+        ("day", "window_causal"),
+        (BRICK, "window_bidirectional"),
+    ):
         session.prompt(text, recache=how)  # type: ignore[arg-type]
         walk(session, 1)
     assert session.rewind(frames=4) < 34

@@ -41,9 +41,10 @@ from streamgen.apps.pocket.report import (
     Switch,
     contact_sheet,
 )
+from streamgen.engine import Recache
 from streamgen.errors import InvalidRequest
 from streamgen.pipelines.world import WorldPipeline
-from streamgen.session import Recache, Session
+from streamgen.session import Session
 
 SEED = 900_000
 WARM_UP = 30  # moves before a walk's first frame

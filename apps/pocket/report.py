@@ -159,7 +159,8 @@ def _table(report: Report) -> Iterator[str]:
 
     count = report.switches["real"].switches
     yield f"\nNew theme seen after a switch of the prompt, {count} switches, %"
-    yield "  " + "".ljust(36) + "".join(f"{name:>14}" for name in report.switches)
+    names = (name.replace("bidirectional", "bidir.") for name in report.switches)
+    yield "  " + "".ljust(36) + "".join(f"{name:>14}" for name in names)
     ways = report.switches.values()
     yield _line("in the 16th frame", [x.at_16 for x in ways])
     yield _line("in a whole chunk of the first 16", [x.within_16 for x in ways])

@@ -82,7 +82,7 @@ class Stream:
 
     def history(self, chunk: object, causal: int | None = None) -> CachedHistory:
         window = WINDOW.window if self.table.policy.shadow else None
-        return CachedHistory(chunk, GRID, window, causal)
+        return CachedHistory(chunk, GRID, window, None if causal is None else (0, causal))
 
     def blend(self, seed: int, cached: ChunkKV, share: float, **other: object) -> object:
         """The same chunk, blended."""

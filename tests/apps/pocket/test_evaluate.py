@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import cv2
 import numpy as np
@@ -26,6 +27,7 @@ from streamgen.apps.pocket.evaluate import (
 )
 from streamgen.apps.pocket.judges import Judges
 from streamgen.apps.pocket.maze import KEYS
+from streamgen.engine import Recache
 from streamgen.errors import InvalidRequest
 from streamgen.models.vae import FrameCodec
 from streamgen.pipelines.world import WorldPipeline
@@ -83,7 +85,7 @@ def test_the_report_has_everything(report: Report, folder: Path) -> None:
     """Each section has as many samples as were asked for, and the files say the same."""
     assert report.prediction.chunks == QUICK.scenes * QUICK.chunks
     assert set(report.actions) == {"dream", "real", "coded"}
-    assert set(report.switches) == {"last_chunk", "window", "off", "real"}
+    assert set(report.switches) == {*get_args(Recache), "real"}
     assert [part.first for part in report.stability] == [0, QUICK.bin_frames]
     stored = json.loads((folder / "report.json").read_text())
     assert stored["prediction"]["psnr"] == pytest.approx(report.prediction.psnr, abs=1e-4)
