@@ -168,8 +168,13 @@ class CausalVideoPipeline:
             "first_chunk": first_chunk,
             "image_start": image_start,
         }
-        where = {"device": device, "dtype": dtype, "device_map": device_map}
-        where |= {"offload": offload, "quantize": quantize}
+        where: dict[str, Any] = {
+            "device": device,
+            "dtype": dtype,
+            "device_map": device_map,
+            "offload": offload,
+            "quantize": quantize,
+        }
         pool = (max_sessions, history_frames, kv)
         folder = _find(base)
         if (folder / registry.MANIFEST).is_file():
@@ -195,7 +200,7 @@ class CausalVideoPipeline:
             dit = WanModel(WanConfig(**sizes))
         load_into(dit, tensors)
         del tensors
-        dit = cast(WanModel, dit.eval().requires_grad_(False).to(placement.dtype))
+        dit.eval().requires_grad_(False).to(placement.dtype)
         codec.cast(placement.dtype)
         return cls._placed(dit, text, codec, config, placement, pool, folder)
 

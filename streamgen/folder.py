@@ -136,7 +136,7 @@ def save(engine: Engine, folder: Path, kind: str, dtype: torch.dtype = torch.bfl
 
 
 def _stream_config(config_class: type[Config], raw: Mapping[str, Any]) -> Config:
-    values = {k: tuple(v) if isinstance(v, list) else v for k, v in raw.items()}
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in raw.items()}
     for name in ("schedule", "first_schedule"):
         values[name] = FewStep(**values[name])
     if "opposites" in values:
