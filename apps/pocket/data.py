@@ -34,7 +34,8 @@ class Clip(TypedDict):
     """A batch of clips; `switch` is the first frame of the second theme, or the clip's length."""
 
     latents: Tensor  # [clip, frame, channel, row, column], float32, unit variance
-    keys: Tensor  # [clip, frame, key], float32: what led to each frame; zeros for the first
+    keys: Tensor  # [clip, frame, key], float32: what led to each frame; zeros for the first. Key
+    # is an empty axis where nothing was pressed
     prompts: tuple[list[str], list[str]]  # before and after the switch, [clip] each
     switch: Tensor  # [clip], int64
     sunk: Tensor  # [clip], bool: the first frame comes from earlier in the walk
@@ -105,13 +106,19 @@ def encode_walks(data: Path, walks: int, frames: int, workers: int) -> None:
 
 
 class Clips:
-    """Random clips of the encoded walks in `data`; `held_out` draws from the reserved walks."""
+    """Random clips of the encoded walks in `data`; `held_out` draws from the reserved walks.
+
+    Without `keys.npy` (flights) the clips have no keys; with two walls a walk they may switch too.
+    """
 
     def __init__(self, data: Path, held_out: bool = False) -> None:
-        self.latents, self.keys, self.blocked, self.theme, self.wall = (
+        self.latents, self.theme, self.wall = (
             np.load(data / "latents" / f"{name}.npy", mmap_mode="r")
-            for name in ("latents", "keys", "blocked", "theme", "wall")
+            for name in ("latents", "theme", "wall")
         )
+        keys = data / "latents" / "keys.npy"
+        shape = (len(self.latents), self.latents.shape[2], 0)
+        self.keys = np.load(keys, mmap_mode="r") if keys.exists() else np.zeros(shape, np.uint8)
         split = len(self.wall) - HELD_OUT
         self.walks = np.arange(split, len(self.wall)) if held_out else np.arange(split)
 
@@ -137,20 +144,22 @@ class Clips:
         """
         shape = (batch, frames, *self.latents.shape[3:])
         latents = np.empty(shape, np.float32)
-        keys = np.zeros((batch, frames, len(KEYS)), np.float32)
+        keys = np.zeros((batch, frames, self.keys.shape[2]), np.float32)
         switch = np.full(batch, frames)
         sunk = rng.random(batch) < sinking
         before, after = [], []
         for i, walk in enumerate(rng.choice(self.walks, batch)):
             start = int(rng.integers(self.keys.shape[1] - frames + 1))
             order = rng.permutation(2)
-            themes, wall = self.theme[walk, order], int(self.wall[walk])
-            before.append(random_prompt(rng, int(themes[0]), wall))
+            themes = self.theme[walk, order]
+            walls = np.broadcast_to(self.wall[walk], 2)[order]
+            before.append(random_prompt(rng, int(themes[0]), int(walls[0])))
             after.append(before[-1])
             if rng.random() < switching:
                 switch[i] = chunk * rng.integers(1, frames // chunk)
-                # A new prompt always names the theme: otherwise nothing tells what to turn into.
-                after[-1] = random_prompt(rng, int(themes[1]), wall, no_theme=0)
+                # A new prompt always names what is new: otherwise nothing tells what to turn into.
+                no_wall = 0.2 if walls[0] == walls[1] else 0.0
+                after[-1] = random_prompt(rng, int(themes[1]), int(walls[1]), no_wall, no_theme=0)
             cut = start + switch[i]
             latents[i, : switch[i]] = self.latents[walk, order[0], start:cut]
             latents[i, switch[i] :] = self.latents[walk, order[1], cut : start + frames]

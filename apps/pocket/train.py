@@ -1,6 +1,8 @@
-"""Train the pocket world's transformer on encoded walks.
+"""Train the transformer of the pocket world, or of the pocket video, on encoded walks.
 
     python -m streamgen.apps.pocket.train --data pocket-data --minutes 120
+    python -m streamgen.apps.pocket.train --data pocket-video-data --kind video --minutes 85 \
+        --begin-from weights/pocket-world --workers 1
 
 Teacher forcing (`forcing.py`) on clips as long as the window, in three disguises of the context so
 that the model survives its own errors: clean; noised a little, with the noise level told; or the
@@ -21,7 +23,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,7 @@ CONFIG = WanConfig(
     spatial_tokens=32,
     prediction="sample",
 )
+VIDEO_CONFIG = replace(CONFIG, action_dim=0)
 LATENT_HW = (12, 16)
 
 
@@ -78,15 +81,20 @@ class Recipe:
     no_prompt: float = 0.05
     recached: float = 0.5  # chance that the chunk before a switch is stored under the new prompt
     seed: int = 0
+    save_steps: int = 100  # between two checkpoints
+
+
+# The video begins from the world's weights, so it soon knows enough to dream.
+VIDEO_RECIPE = Recipe(batch=4, chunk=4, rate=1.5e-3, own_after=0.15, save_steps=50)
 
 
 class PocketWorld(nn.Module):
-    """The transformer and its word encoder, trained together."""
+    """The transformer and its word encoder, trained together; of a world or a video."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: WanConfig = CONFIG) -> None:
         super().__init__()
-        self.dit = WanModel(CONFIG)
-        self.text = WordEncoder(VOCABULARY, CONFIG.text_dim, MAX_WORDS)
+        self.dit = WanModel(config)
+        self.text = WordEncoder(VOCABULARY, config.text_dim, MAX_WORDS)
 
 
 def noise_levels(rng: np.random.Generator, shape: tuple[int, int]) -> Tensor:
@@ -112,16 +120,23 @@ class Dream:
 class Trainer:
     """One model, its optimisers and averages, and the clock of its schedule."""
 
-    def __init__(self, recipe: Recipe, clips: Clips, worker: int = 0, workers: int = 1) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        clips: Clips,
+        worker: int = 0,
+        workers: int = 1,
+        config: WanConfig = CONFIG,
+    ) -> None:
         torch.manual_seed(recipe.seed)
         self.recipe, self.clips, self.worker = recipe, clips, worker
         self.rng = np.random.default_rng(recipe.seed)
-        self.master = PocketWorld()
-        self.model = PocketWorld().bfloat16()
+        self.master = PocketWorld(config)
+        self.model = PocketWorld(config).bfloat16()
         self.average = {k: v.clone() for k, v in self.master.state_dict().items()}
-        grid = CONFIG.grid(LATENT_HW)
+        grid = config.grid(LATENT_HW)
         self.frame_tokens = grid[0] * grid[1]
-        turn = rotation(range(recipe.frames), grid, CONFIG.head_dim)
+        turn = rotation(range(recipe.frames), grid, config.head_dim)
         self.history = TwoStreams(turn, recipe.chunk * self.frame_tokens, torch.bfloat16)
         matrices, rest = [], []
         for name, p in self.master.named_parameters():
@@ -151,7 +166,7 @@ class Trainer:
         prompt = PromptPerFrame(
             self.model.dit.encode_prompt(self.model.text(texts)), which_BF, self.frame_tokens
         )
-        keys = torch.cat([clip["keys"], clip["keys"]], dim=1)
+        keys = torch.cat([clip["keys"], clip["keys"]], dim=1) if clip["keys"].shape[2] else None
         out = self.model.dit(x.transpose(1, 2), 1000 * level_BF, self.history, prompt, keys)
         return out[:, :, self.recipe.frames :].float().transpose(1, 2)
 
@@ -275,9 +290,14 @@ class Trainer:
         self._push()
 
     def begin_from(self, folder: Path) -> None:
-        """Begin from the weights of a packaged world instead of random ones."""
-        for part, module in (("transformer", self.master.dit), ("text", self.master.text)):
-            load_into(module, read_tensors(folder / f"{part}.safetensors"))
+        """Begin from the weights of a packaged world instead of random ones.
+
+        A model without actions leaves the world's action embedding out.
+        """
+        dit = self.master.dit
+        drop = () if dit.config.action_dim else ("action_embedding.",)
+        for part, module, ignored in (("transformer", dit, drop), ("text", self.master.text, ())):
+            load_into(module, read_tensors(folder / f"{part}.safetensors"), ignored)
         self.average = {k: v.clone() for k, v in self.master.state_dict().items()}
         self._push()
 
@@ -306,13 +326,15 @@ def work(worker: int, workers: int, args: argparse.Namespace) -> None:
     if workers > 1:
         meeting = (args.data / "workers").resolve().as_uri()
         dist.init_process_group("gloo", meeting, rank=worker, world_size=workers)
-    trainer = Trainer(Recipe(rate=args.rate), Clips(args.data), worker, workers)
+    config, recipe = (VIDEO_CONFIG, VIDEO_RECIPE) if args.kind == "video" else (CONFIG, Recipe())
+    recipe = replace(recipe, rate=args.rate or recipe.rate)
+    trainer = Trainer(recipe, Clips(args.data), worker, workers, config)
     if (args.data / "train.pt").exists():
         trainer.load(args.data)
     elif args.begin_from:
         trainer.begin_from(args.begin_from)
     if worker == 0:
-        print(json.dumps({"recipe": asdict(trainer.recipe), "config": asdict(CONFIG)}), flush=True)
+        print(json.dumps({"recipe": asdict(trainer.recipe), "config": asdict(config)}), flush=True)
     losses: list[tuple[float, float]] = []
     for step, minute, loss, error in run(trainer, args.minutes):
         losses.append((loss, error))
@@ -322,7 +344,7 @@ def work(worker: int, workers: int, args: argparse.Namespace) -> None:
                 f"step {step}  {minute:.1f} min  loss {mean[0]:.4f}  x0 {mean[1]:.4f}", flush=True
             )
             losses.clear()
-        if step % 100 == 0:
+        if step % recipe.save_steps == 0:
             trainer.save(args.data)
     trainer.save(args.data)
 
@@ -334,7 +356,10 @@ def main() -> None:
     )
     parser.add_argument("--data", type=Path, default=Path("pocket-data"))
     parser.add_argument("--minutes", type=float, default=120.0)
-    parser.add_argument("--rate", type=float, default=Recipe.rate)
+    parser.add_argument("--kind", choices=("world", "video"), default="world")
+    parser.add_argument(
+        "--rate", type=float, help="of learning, where the kind's own is not wanted"
+    )
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--begin-from", type=Path, help="a packaged world to improve further")
     args = parser.parse_args()
