@@ -24,7 +24,7 @@ def inputs(
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
-@pytest.mark.parametrize(("t", "u"), [(6, 6), (1, 33), (24, 7), (64, 512)])
+@pytest.mark.parametrize(("t", "u"), [(6, 6), (1, 33), (24, 7), (64, 512), (300, 330)])
 def test_equals_the_twin(t: int, u: int, kv_heads: int, dtype: torch.dtype) -> None:
     """Any lengths; as many key heads as query heads, fewer, or one."""
     q, k, v = inputs(t, u, kv_heads=kv_heads, dtype=dtype)
