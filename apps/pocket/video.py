@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("weights/pocket-video"))
     parser.add_argument("--begin-from", type=Path, default=Path("weights/pocket-world"))
     parser.add_argument("--flights", type=int, default=600)
-    parser.add_argument("--minutes", type=float, default=85, help="of training the transformer")
+    parser.add_argument("--minutes", type=float, default=96, help="of training the transformer")
     parser.add_argument("--workers", type=int, default=1, help="processes that work at once")
     args = parser.parse_args()
     if not (args.data / "vae").exists():
