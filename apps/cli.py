@@ -465,7 +465,7 @@ def bench_video(
     layers: Annotated[int, typer.Option(min=1, help="Layers of Wan2.1 1.3B's shape.")] = 2,
     height: Annotated[int, typer.Option(min=16, help="Pixels; 480 is the real thing.")] = 240,
     width: Annotated[int, typer.Option(min=16, help="Pixels; 832 is the real thing.")] = 416,
-    repeats: Annotated[int, typer.Option(min=1, help="Chunks measured.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Chunks measured.")] = 7,
     window: Annotated[int, typer.Option(min=1, help="Latent frames seen at all.")] = 12,
     sink: Annotated[int, typer.Option(min=0, help="Latent frames kept for ever.")] = 3,
     memory: Annotated[

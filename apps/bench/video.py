@@ -118,7 +118,7 @@ def run(
     layers: int = 2,
     height: int = 240,
     width: int = 416,
-    repeats: int = 3,
+    repeats: int = 7,
     output: str | Path | None = None,
     quick: bool = False,
     *,
