@@ -85,7 +85,7 @@ def write_gif(path: Path, frames: Sequence[np.ndarray], ms: Sequence[int]) -> No
     Raises:
         StreamgenError: the disk refuses.
     """
-    from PIL import Image  # comes with diffusers and with Gradio
+    from PIL import Image
 
     first, *others = (Image.fromarray(frame).quantize(256) for frame in frames)
     data = io.BytesIO()

@@ -307,9 +307,10 @@ class Engine:
             return x_FCYX if first_CYX is None else torch.cat([first_CYX[None], x_FCYX[1:]])
 
         def predict(x_BFCYX: Tensor, t: float) -> Tensor:
-            times = [t if first_CYX is None else 0.0, *[t] * (len(actions_FA) - 1)]
-            x_FCYX = clamp(x_BFCYX[0])
-            out = self._forward(x_FCYX, times, history, prompt, actions_FA, store_only=False)
+            x_FCYX, t_BF = clamp(x_BFCYX[0]), self._times(len(actions_FA), t)
+            if first_CYX is not None:
+                t_BF[:, 0] = 0.0
+            out = self._forward(x_FCYX, t_BF, history, prompt, actions_FA, store_only=False)
             return out.float()[None]
 
         noise = draw(shape)
@@ -321,20 +322,23 @@ class Engine:
         self, latents_FCYX: Tensor, history: History, prompt: Prompt, actions_FA: Tensor
     ) -> None:
         """The clean pass: write the keys and values of finished latents."""
-        times = [self.config.context_noise] * len(latents_FCYX)
-        self._forward(latents_FCYX, times, history, prompt, actions_FA, store_only=True)
+        t_BF = self._times(len(latents_FCYX), self.config.context_noise)
+        self._forward(latents_FCYX, t_BF, history, prompt, actions_FA, store_only=True)
+
+    def _times(self, frames: int, t: float) -> Tensor:
+        """One timestep for every frame `[1, F]`, made where it is used: no copy to wait for."""
+        return torch.full((1, frames), t, device=self.device)
 
     def _forward(
         self,
         x_FCYX: Tensor,
-        times: Sequence[float],
+        t_BF: Tensor,
         history: History,
         prompt: Prompt,
         actions_FA: Tensor,
         store_only: bool,
     ) -> Tensor:
         actions = actions_FA[None].to(self.device) if self.dit.config.action_dim else None
-        t_BF = torch.tensor([times], device=self.device)
         x_BCFYX = x_FCYX.transpose(0, 1)[None]
         out = self.dit(x_BCFYX, t_BF, history, prompt, actions, store_only)
         return out[0].transpose(0, 1)

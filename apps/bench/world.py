@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -26,6 +24,7 @@ import torch
 from torch import Tensor
 
 from streamgen import wire
+from streamgen.apps.bench.clock import use_threads
 from streamgen.apps.bench.peers import PEERS, Lane, Peer
 from streamgen.apps.bench.share import measure_share
 from streamgen.apps.bench.steps import (
@@ -87,7 +86,7 @@ def run(
             f"repeats={repeats}, chunks={chunks}, far_frame={far_frame}: accepted are at least 1, "
             f"1 and {near_frame + 1}"
         )
-    with _threads(threads):
+    with use_threads(threads):
         world = load(model)
         report: dict[str, Any] = {"about": _about(world, repeats, chunks)}
         _say("speed")
@@ -311,17 +310,6 @@ def _about(world: WorldPipeline, repeats: int, chunks: int) -> dict[str, Any]:
 
 
 # Helpers
-
-
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    if count is not None:
-        torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _percentiles(values: list[float]) -> dict[str, float]:

@@ -100,7 +100,7 @@ def test_settings_are_checked(setting: dict[str, int]) -> None:
 def test_threads_are_put_back() -> None:
     """After a run, and after one that failed, torch has as many threads as before."""
     before = torch.get_num_threads()
-    with pytest.raises(ValueError, match="broken"), bench._threads(before + 1):
+    with pytest.raises(ValueError, match="broken"), bench.use_threads(before + 1):
         assert torch.get_num_threads() == before + 1
         raise ValueError("broken")
     assert torch.get_num_threads() == before
